@@ -1,0 +1,380 @@
+#include "cpu/engines.h"
+
+namespace linquant::cpu {
+namespace {
+
+// Calls f with a function that loads element i of `p` as a number of its own type.
+template <class F>
+void with_scale(DataType type, const void* p, const F& f) {
+  switch (type) {
+    case DataType::kFloat16:
+      return f([p](int64_t i) { return load_f16(static_cast<const uint16_t*>(p)[i]); });
+    case DataType::kBFloat16:
+      return f([p](int64_t i) { return load_bf16(static_cast<const uint16_t*>(p)[i]); });
+    case DataType::kFloat64:
+      return f([p](int64_t i) { return static_cast<const double*>(p)[i]; });
+    case DataType::kFloat8E8M0:
+      return f([p](int64_t i) { return load_e8m0(static_cast<const uint8_t*>(p)[i]); });
+    default:
+      return f([p](int64_t i) { return static_cast<const float*>(p)[i]; });
+  }
+}
+
+template <class F>
+void with_integer(DataType type, const void* p, const F& f) {
+  switch (type) {
+    case DataType::kInt8:
+      return f([p](int64_t i) { return static_cast<const int8_t*>(p)[i]; });
+    case DataType::kUInt16:
+      return f([p](int64_t i) { return static_cast<const uint16_t*>(p)[i]; });
+    case DataType::kInt16:
+      return f([p](int64_t i) { return static_cast<const int16_t*>(p)[i]; });
+    case DataType::kInt32:
+      return f([p](int64_t i) { return static_cast<const int32_t*>(p)[i]; });
+    case DataType::kUInt32:
+      return f([p](int64_t i) { return static_cast<const uint32_t*>(p)[i]; });
+    case DataType::kInt64:
+      return f([p](int64_t i) { return static_cast<const int64_t*>(p)[i]; });
+    default:
+      return f([p](int64_t i) { return static_cast<const uint8_t*>(p)[i]; });
+  }
+}
+
+// Only float4 codes have a zero point that counts.
+bool float_zero_point(const Spec& s) { return s.code->bits == 4 && s.parameters.zero_point; }
+
+// Spreads values of runs over their elements, in place and from the end: a[j] for j in [0, n) becomes the value of the run
+// that element j is in, where the first run has lost `skip` elements.
+template <class T>
+void spread(T* a, int64_t block, int64_t skip, int64_t runs, int64_t n) {
+  for (int64_t r = runs; r-- > 0;) {
+    const T v = a[r];
+    const int64_t begin = std::max<int64_t>(0, r * block - skip), end = std::min(n, (r + 1) * block - skip);
+    std::fill(a + begin, a + end, v);
+  }
+}
+
+template <class T>
+void repeat(T* a, int64_t period, int64_t n) {
+  for (int64_t i = period; i < n; i += period) std::copy(a, a + std::min(period, n - i), a + i);
+}
+
+}  // namespace
+
+int64_t largest_zero_point(const Parameters& p, int64_t count) {
+  if (!p.zero_point) return 0;
+  if (bits_of(p.zero_point_type) < 32) return 65535;
+  int64_t largest = 0;
+  with_integer(p.zero_point_type, p.zero_point, [&](auto load) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t z = load(i);
+      largest = std::max(largest, z < 0 ? (z == INT64_MIN ? INT64_MAX : -z) : z);
+    }
+  });
+  return largest;
+}
+
+// --- fast ------------------------------------------------------------------------------------------------------------
+
+FastEngine::FastEngine(const Spec& spec)
+    : spec_(spec), folded_{scale_, multiplier_, lo_, hi_, offset_, bias_} {}
+
+void FastEngine::fold(const Runs& r, const Walk& w) {
+  const Spec& s = spec_;
+  const Parameters& p = s.parameters;
+  const bool periodic = w.period < w.n;
+  // Elements that need constants of their own.
+  const int64_t n = w.step != kElement ? r.count : periodic ? w.piece : std::min(w.piece, r.count * w.block - r.skip);
+  const int64_t span = periodic ? w.period : n;
+  const bool reciprocal = s.op != Op::kDequantize && s.arithmetic != Arithmetic::kOnnx;
+  const auto expand = [&](auto* a) {
+    if (w.step != kElement) return;
+    if (w.block > 1) spread(a, w.block, r.skip, r.count, span);
+    if (periodic) repeat(a, span, n);
+  };
+
+  with_scale(p.scale_type, p.scale, [&](auto load) {
+    for (int64_t j = 0; j < r.count; ++j) scale_[j] = static_cast<float>(load(r.first + j * r.stride));
+  });
+  if (s.op == Op::kFakeQuantize) {
+    std::copy(scale_, scale_ + r.count, multiplier_);
+    expand(multiplier_);
+  }
+  if (reciprocal)
+    for (int64_t j = 0; j < r.count; ++j) scale_[j] = 1.0f / scale_[j];
+  expand(scale_);
+
+  const bool varies = s.code->is_float ? float_zero_point(s) : p.zero_point != nullptr;
+  if (!varies && filled_ >= n) return;
+  const int64_t count = varies ? r.count : n;
+  if (!varies) {
+    std::fill(bias_, bias_ + count, 0);
+  } else {
+    with_integer(p.zero_point_type, p.zero_point, [&](auto load) {
+      for (int64_t j = 0; j < count; ++j) bias_[j] = static_cast<int32_t>(load(r.first + j * r.stride));
+    });
+  }
+  if (s.code->is_float) {
+    for (int64_t j = 0; j < count; ++j) {
+      const float z = varies ? decode_float(static_cast<uint32_t>(bias_[j]), kE2M1) : 0.0f;
+      lo_[j] = z;
+      // Adding -0 changes nothing, not even a zero's sign.
+      offset_[j] = varies || s.op == Op::kDequantize ? z : -0.0f;
+    }
+  } else if (s.op != Op::kDequantize) {
+    const bool onednn = s.arithmetic == Arithmetic::kOneDnn;
+    const float qmin = static_cast<float>(s.qmin), qmax = static_cast<float>(s.qmax);
+    for (int64_t j = 0; j < count; ++j) {
+      const float z = static_cast<float>(bias_[j]);
+      lo_[j] = onednn ? qmin : qmin - z;
+      hi_[j] = onednn ? qmax : qmax - z;
+      offset_[j] = onednn ? z : 0.0f;
+      bias_[j] = (onednn ? 0 : bias_[j]) - kMagicBits;
+    }
+  }
+  if (varies) {
+    expand(lo_);
+    expand(hi_);
+    expand(offset_);
+    expand(bias_);
+  } else {
+    filled_ = n;
+  }
+}
+
+void FastEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Walk& w) const {
+  Row row{x, y, n, w.block, folded_, &spec_.format, spec_.mask, spec_.flip};
+  const RowKernel kernel = spec_.kernels[w.step];
+  if (w.step == kBlock && skip > 0) {
+    // The rest of a run that an earlier piece began.
+    const int64_t rest = std::min(n, w.block - skip);
+    row.n = rest;
+    kernel(row);
+    const int64_t x_bits = spec_.op == Op::kDequantize ? code_bits(*spec_.code, spec_.packed) : bits_of(spec_.x);
+    const int64_t y_bits = spec_.op == Op::kQuantize ? code_bits(*spec_.code, spec_.packed) : bits_of(spec_.y);
+    row.x = static_cast<const char*>(x) + rest * x_bits / 8;
+    row.y = static_cast<char*>(y) + rest * y_bits / 8;
+    row.n = n - rest;
+    row.folded = folded_.at(1);
+    if (row.n == 0) return;
+  }
+  kernel(row);
+}
+
+// --- exact -----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+double load_value(DataType type, const void* p, int64_t i) {
+  switch (type) {
+    case DataType::kFloat16:
+      return load_f16(static_cast<const uint16_t*>(p)[i]);
+    case DataType::kBFloat16:
+      return load_bf16(static_cast<const uint16_t*>(p)[i]);
+    case DataType::kFloat64:
+      return static_cast<const double*>(p)[i];
+    case DataType::kInt32:
+      return static_cast<float>(static_cast<const int32_t*>(p)[i]);
+    default:
+      return static_cast<const float*>(p)[i];
+  }
+}
+
+// v, which is a float32 value unless `wide`, in a narrower type.
+double round_value(double v, DataType type, bool wide) {
+  switch (type) {
+    case DataType::kFloat64:
+      return v;
+    case DataType::kFloat16:
+      return load_f16(store_f16(wide ? exact::to_odd(v) : static_cast<float>(v)));
+    case DataType::kBFloat16:
+      return load_bf16(store_bf16(wide ? exact::to_odd(v) : static_cast<float>(v)));
+    default:
+      return static_cast<float>(v);
+  }
+}
+
+// A value that the type holds exactly (int32: truncated, as casting a tensor does).
+void store_value(DataType type, void* p, int64_t i, double v) {
+  switch (type) {
+    case DataType::kFloat16:
+      static_cast<uint16_t*>(p)[i] = store_f16(static_cast<float>(v));
+      break;
+    case DataType::kBFloat16:
+      static_cast<uint16_t*>(p)[i] = store_bf16(static_cast<float>(v));
+      break;
+    case DataType::kFloat64:
+      static_cast<double*>(p)[i] = v;
+      break;
+    case DataType::kInt32:
+      // Out of range (and NaN) gives what x86's conversion gives, the smallest int32.
+      static_cast<int32_t*>(p)[i] = v > -2147483649.0 && v < 2147483648.0 ? static_cast<int32_t>(v) : INT32_MIN;
+      break;
+    default:
+      static_cast<float*>(p)[i] = static_cast<float>(v);
+      break;
+  }
+}
+
+int64_t load_code(const Spec& s, const void* p, int64_t i) {
+  const int bits = s.code->bits;
+  if (bits == 32) return static_cast<const int32_t*>(p)[i];
+  uint32_t code;
+  if (s.packed) {
+    const int per_byte = 8 / bits;
+    code = static_cast<uint32_t>(static_cast<const uint8_t*>(p)[i / per_byte]) >> (i % per_byte * bits);
+  } else {
+    code = bits == 16 ? static_cast<const uint16_t*>(p)[i] : static_cast<const uint8_t*>(p)[i];
+  }
+  if (s.code->is_float) return code;
+  return static_cast<int64_t>((code & s.mask) ^ s.flip) - s.flip;
+}
+
+void store_code(const Spec& s, void* p, int64_t i, int64_t code) {
+  const int bits = s.code->bits;
+  if (s.packed) {
+    const int per_byte = 8 / bits, shift = static_cast<int>(i % per_byte) * bits;
+    uint8_t& byte = static_cast<uint8_t*>(p)[i / per_byte];
+    byte = static_cast<uint8_t>((shift == 0 ? 0 : byte) | ((code & ((1 << bits) - 1)) << shift));
+  } else if (bits == 32) {
+    static_cast<int32_t*>(p)[i] = static_cast<int32_t>(code);
+  } else if (bits == 16) {
+    static_cast<uint16_t*>(p)[i] = static_cast<uint16_t>(code);
+  } else {
+    static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(code);
+  }
+}
+
+int64_t encode(const Spec& s, double x, double scale, int64_t zero_point, double offset) {
+  if (s.arithmetic != Arithmetic::kOnnx) {
+    const float product = static_cast<float>(x) * (1.0f / static_cast<float>(scale));
+    if (s.arithmetic == Arithmetic::kExecuTorch) return exact::encode_integer(product, zero_point, s.qmin, s.qmax);
+    return exact::encode_integer(product + static_cast<float>(zero_point), 0, s.qmin, s.qmax);
+  }
+  const double quotient = s.wide ? x / scale : static_cast<double>(static_cast<float>(x) / static_cast<float>(scale));
+  double q = exact::round_quotient(quotient, s.precision, s.wide);
+  if (!s.code->is_float) return exact::encode_integer(q, zero_point, s.qmin, s.qmax);
+  const double sum = s.wide ? q + offset : static_cast<double>(static_cast<float>(q) + static_cast<float>(offset));
+  q = exact::round_quotient(sum, s.precision, s.wide);
+  return encode_float(s.wide ? exact::to_odd(q) : static_cast<float>(q), s.format);
+}
+
+// (code - zero point) * scale, in float32 unless the scale is float64.
+double decode(const Spec& s, int64_t code, double scale, int64_t zero_point, double zero_value) {
+  const bool wide = s.parameters.scale_type == DataType::kFloat64;
+  double d;
+  if (s.code->is_float) {
+    d = decode_float(static_cast<uint32_t>(code), s.code->format);
+    if (float_zero_point(s)) d -= zero_value;
+  } else {
+    d = exact::difference(code, zero_point, wide);
+  }
+  return wide ? d * scale : static_cast<double>(static_cast<float>(d) * static_cast<float>(scale));
+}
+
+}  // namespace
+
+void ExactEngine::fold(const Runs& r, const Walk&) {
+  const Parameters& p = spec_.parameters;
+  with_scale(p.scale_type, p.scale, [&](auto load) {
+    for (int64_t j = 0; j < r.count; ++j) scale_[j] = load(r.first + j * r.stride);
+  });
+  for (int64_t j = 0; j < r.count; ++j) zero_point_[j] = 0, offset_[j] = -0.0;
+  if (!p.zero_point || (spec_.code->is_float && !float_zero_point(spec_))) return;
+  with_integer(p.zero_point_type, p.zero_point, [&](auto load) {
+    for (int64_t j = 0; j < r.count; ++j) {
+      zero_point_[j] = load(r.first + j * r.stride);
+      if (spec_.code->is_float) offset_[j] = decode_float(static_cast<uint32_t>(zero_point_[j]), kE2M1);
+    }
+  });
+}
+
+void ExactEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Walk& w) const {
+  const Spec& s = spec_;
+  const bool wide = s.parameters.scale_type == DataType::kFloat64;
+  for (int64_t i = 0, run = 0, left = w.block - skip; i < n; ++i, --left) {
+    if (left == 0) ++run, left = w.block;
+    const double scale = scale_[run], offset = offset_[run];
+    const int64_t zero_point = zero_point_[run];
+    if (s.op == Op::kQuantize) {
+      store_code(s, y, i, encode(s, load_value(s.x, x, i), scale, zero_point, offset));
+    } else if (s.op == Op::kFakeQuantize) {
+      const int64_t code = encode(s, load_value(s.x, x, i), scale, zero_point, offset);
+      const double v = round_value(decode(s, code, scale, zero_point, offset), s.between, wide);
+      store_value(s.y, y, i, round_value(v, s.y, s.between == DataType::kFloat64));
+    } else {
+      store_value(s.y, y, i, round_value(decode(s, load_code(s, x, i), scale, zero_point, offset), s.y, wide));
+    }
+  }
+}
+
+namespace {
+
+const RowKernel* find_kernels(Op op, const QuantizeSpec& q, bool packed, DataType between) {
+  const Kernels* kernels = active_kernels();
+  if (!kernels || q.wide || q.code->bits == 32) return nullptr;
+  Input input;
+  switch (q.x) {
+    case DataType::kFloat32:
+      input = kF32;
+      break;
+    case DataType::kFloat16:
+      input = kF16;
+      break;
+    case DataType::kBFloat16:
+      input = kBF16;
+      break;
+    case DataType::kInt32:
+      input = kI32;
+      break;
+    default:
+      return nullptr;
+  }
+  const Quotient quotient = q.arithmetic != Arithmetic::kOnnx         ? kMultiply
+                            : q.precision == DataType::kFloat16  ? kDivideF16
+                            : q.precision == DataType::kBFloat16 ? kDivideBF16
+                                                                 : kDivide;
+  const RowKernel* found;
+  if (op == Op::kFakeQuantize) {
+    if (between != DataType::kFloat32 && between != q.x) return nullptr;
+    found = kernels->fake[input][quotient][q.code->is_float ? 1 : 0];
+  } else if (q.code->is_float) {
+    found = kernels->quantize[input][quotient][packed ? kFloat4 : kFloat8];
+  } else {
+    const Codes codes = q.code->bits == 16 ? kInteger16 : !packed ? kInteger8 : q.code->bits == 4 ? kInteger4 : kInteger2;
+    found = kernels->quantize[input][quotient][codes];
+  }
+  return found[kBlock] ? found : nullptr;
+}
+
+}  // namespace
+
+Spec quantize_spec(Op op, const QuantizeSpec& q, const ParameterTensors& parameters, bool packed) {
+  Spec s{};
+  s.op = op;
+  s.parameters = parameters.get();
+  s.code = q.code;
+  s.format = q.format;
+  s.qmin = q.qmin;
+  s.qmax = q.qmax;
+  s.arithmetic = q.arithmetic;
+  s.x = s.y = q.x;
+  s.precision = q.precision;
+  s.between = q.scale == DataType::kFloat8E8M0 ? DataType::kFloat32 : q.scale;
+  s.wide = q.wide && q.arithmetic == Arithmetic::kOnnx;
+  s.packed = packed;
+  s.kernels = find_kernels(op, q, packed, s.between);
+  if (s.kernels && !q.code->is_float && largest_zero_point(s.parameters, parameters.count()) > kMaxFastZeroPoint)
+    s.kernels = nullptr;
+  return s;
+}
+
+void run_spec(const Spec& spec, const ScaleMap& map, const void* x, void* y, int x_bits, int y_bits) {
+  if (spec.kernels) {
+    run<FastEngine>(spec, map, x, y, x_bits, y_bits);
+  } else {
+    run<ExactEngine>(spec, map, x, y, x_bits, y_bits);
+  }
+}
+
+}  // namespace linquant::cpu

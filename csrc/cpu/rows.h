@@ -1,0 +1,79 @@
+// Row kernels: what runs over the elements of a contiguous row, for every op. Interface only; rows.inc holds the code,
+// compiled once for each instruction set by rows_base.cpp, rows_avx2.cpp and rows_avx512.cpp.
+//
+// A kernel knows nothing of granularity. It sees n elements and constants folded from scale and zero point, and steps
+// through the constants in one of four ways.
+#pragma once
+
+#include <cstdint>
+
+#include "core/arithmetic.h"
+#include "core/formats.h"
+
+namespace linquant::cpu {
+
+// How a row moves through the folded constants.
+enum Step {
+  kBlock,    // one set of constants for each `block` elements; the whole row where block >= n
+  kElement,  // a set for each element
+  kBlock16,  // one for each 16 elements
+  kBlock32,  // one for each 32
+  kSteps
+};
+
+// Elements in a tile. Readable up to the next whole tile in each folded array, whatever the row's length.
+inline constexpr int64_t kTile = 64;
+
+// Constants, one array a quantity. Which ones a kernel reads is said at its table.
+struct Folded {
+  const float* scale;       // divisor, or the reciprocal in the arithmetics that multiply
+  const float* multiplier;  // the scale again, where `scale` holds its reciprocal
+  const float* lo;          // clamp bounds of the quotient
+  const float* hi;
+  const float* offset;      // added to the quotient (onednn, float4), or to the code's value (dequantize float4)
+  const int32_t* bias;      // zero_point - kMagicBits; plain zero_point in dequantize
+
+  Folded at(int64_t i) const { return {scale + i, multiplier + i, lo + i, hi + i, offset + i, bias + i}; }
+};
+
+struct Row {
+  const void* x;
+  void* y;
+  int64_t n;
+  int64_t block;
+  Folded folded;
+  const FloatFormat* format;  // of float codes
+  uint32_t mask, flip;        // of integer codes read: value = ((code & mask) ^ flip) - flip
+};
+
+using RowKernel = void (*)(const Row&);
+using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi);
+
+enum Input { kF32, kF16, kBF16, kI32, kInputs };
+enum Quotient { kDivide, kDivideF16, kDivideBF16, kMultiply, kQuotients };  // P = float32, float16, bfloat16; reciprocal
+enum Codes { kInteger8, kInteger16, kInteger4, kInteger2, kFloat8, kFloat4, kCodes };  // 4 and 2 bits: packed
+
+// A null entry: no fast kernel; the general engine (general.h) does it.
+struct Kernels {
+  // codes = encode(quotient). Integers read scale, lo, hi, bias (and offset when multiplying); floats scale and offset.
+  RowKernel quantize[kInputs][kQuotients][kCodes][kSteps];
+  // The same, decoded again to x's type with `multiplier`. Integers read offset as the zero point to take off when the
+  // quotient was a product, else none is left in the code; floats take off lo.
+  RowKernel fake[kInputs][kQuotients][2][kSteps];  // integer, float
+  // (code - zero point) * scale. Integers read scale, bias; floats scale, offset. Output types: the first three Inputs.
+  RowKernel dequantize[kCodes][kBF16 + 1][kSteps];
+  // Bytes to packed and back (mask, flip).
+  RowKernel pack[2];    // 4 bits, 2 bits
+  RowKernel unpack[2];
+  // Takes n elements of x into a range: one range for all, or one for each. Second index: infinities are left out.
+  RangeKernel reduce[kInputs][2];
+  RangeKernel accumulate[kInputs][2];
+};
+
+extern const Kernels kBaseKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace linquant::cpu

@@ -1,0 +1,140 @@
+// From an op's arguments to what a kernel needs: every check, the ScaleMap, the outputs. Serves every device.
+//
+// Errors are std::runtime_error with one sentence, `<op>: <argument> must <what holds>, but got <value>.`, thrown before
+// any memory is touched. torch_linquant/_fake.py says the same sentences for fake tensors; tests/test_errors.py holds
+// both to one table.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/formats.h"
+#include "core/scale_map.h"
+
+namespace linquant {
+
+using torch::stable::Tensor;
+using Sizes = std::vector<int64_t>;
+
+// The type of a tensor; kNone for a type this package has no use for.
+DataType type_of(const Tensor& t);
+
+// What quantize_linear and fake_quantize_linear were asked to compute, checked.
+struct QuantizeSpec {
+  const CodeType* code;
+  FloatFormat format;     // of float codes, with `saturate` applied
+  int64_t qmin, qmax;     // of integer codes
+  Arithmetic arithmetic;
+  DataType x, scale;      // types
+  DataType precision;     // P of the quotient
+  bool wide;              // the division is done in double
+};
+
+struct QuantizeArguments {
+  const char* op;
+  const Tensor& x;
+  const Tensor& scale;
+  const std::optional<Tensor>& zero_point;
+  int64_t axis;
+  const Sizes& block_size;
+  int64_t output_dtype;
+  bool saturate;
+  int64_t precision;
+  std::optional<int64_t> quant_min, quant_max;
+  const std::string& arithmetic;
+  bool packed;
+};
+
+QuantizeSpec check_quantize(const QuantizeArguments& a);
+
+struct DequantizeSpec {
+  const CodeType* code;
+  DataType scale;    // type
+  DataType output;   // type
+  bool packed;
+  Sizes sizes;       // of x unpacked
+};
+
+struct DequantizeArguments {
+  const char* op;
+  const Tensor& x;
+  const Tensor& scale;
+  const std::optional<Tensor>& zero_point;
+  int64_t axis;
+  const Sizes& block_size;
+  int64_t output_dtype;
+  int64_t x_dtype;
+  std::optional<int64_t> packed_size;
+};
+
+DequantizeSpec check_dequantize(const DequantizeArguments& a);
+
+// x of the ops that read values: a float type or int32.
+void check_input(const char* op, const Tensor& x);
+
+// The type of dynamic_quantize_linear's codes: integers of at most 16 bits.
+const CodeType* check_dynamic_output(const char* op, int64_t output_dtype);
+
+// The checks of pack and unpack: the type of the codes, and the unpacked sizes.
+const CodeType* check_pack(const char* op, const Tensor& x, int64_t x_dtype);
+const CodeType* check_unpack(const char* op, const Tensor& x, int64_t x_dtype, std::optional<int64_t> packed_size,
+                             Sizes& sizes);
+
+// Blocks and scale strides per dimension of x: which scale an element uses, before any layout.
+struct Granularity {
+  Sizes block, stride;
+};
+
+// Finds the granularity that scale's shape, axis and block_size say; checks zero_point's shape.
+Granularity resolve_granularity(const char* op, const Sizes& x_sizes, const Tensor& scale,
+                                const std::optional<Tensor>& zero_point, int64_t axis, const Sizes& block_size);
+
+// The granularity of a reduction over x (min_max, dynamic_quantize_linear) and the shape of its results.
+Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optional<int64_t> axis,
+                              const Sizes& block_size, Sizes& result_sizes);
+
+// The loops of an elementwise op from x to y. Strides as in Loop.
+ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides,
+                  const Granularity& g);
+
+// Row-major strides; for packed codes (`per_byte` of them in a byte) rows of the last dimension are padded to whole bytes.
+Sizes contiguous_strides(const Sizes& sizes, int per_byte = 1);
+
+Sizes sizes_of(const Tensor& t);
+Sizes strides_of(const Tensor& t);
+
+// Sizes of packed storage: the last dimension in bytes.
+Sizes packed_sizes(const Sizes& sizes, int per_byte);
+
+// A result: memory to write into, new or the caller's `out`. An `out` with gaps is filled from a dense one in finish().
+class Output {
+ public:
+  // Laid out as torch.empty_like(like) would be.
+  static Output like(const char* op, const char* name, const Tensor& like, DataType type,
+                     const std::optional<Tensor>& out);
+  // Row-major, on `device`'s device.
+  static Output contiguous(const char* op, const char* name, const Tensor& device, const Sizes& sizes, DataType type,
+                           const std::optional<Tensor>& out);
+
+  // Refuses an `out` that shares memory with an input, unless it is exactly that input and `same_allowed`.
+  const Output& apart_from(const char* op, const char* name, const Tensor& input, const char* input_name,
+                           bool same_allowed = false) const;
+
+  const Tensor& tensor() const { return tensor_; }
+  Tensor finish() const;
+
+ private:
+  Tensor tensor_;
+  std::optional<Tensor> out_;
+};
+
+// `t` itself when row-major, else a row-major copy.
+Tensor row_major(const Tensor& t);
+
+// The storage type of unpacked codes.
+DataType storage_type(const CodeType& code);
+
+}  // namespace linquant
