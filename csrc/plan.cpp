@@ -253,7 +253,7 @@ int64_t check_axis(const char* op, const Sizes& x_sizes, int64_t axis) {
 Granularity blocked(const Sizes& x_sizes, int64_t axis, const Sizes& block_size, Sizes& counts) {
   const size_t rank = x_sizes.size();
   Granularity g{Sizes(rank, 1), Sizes(rank)};
-  counts.assign(rank, 0);
+  counts = Sizes(rank);
   for (size_t d = 0; d < rank; ++d) {
     const bool nd = block_size.size() > 1;
     const int64_t b = nd ? block_size[d] : (static_cast<int64_t>(d) == axis ? block_size[0] : 1);
@@ -293,17 +293,17 @@ Granularity per_tensor(const Sizes& x_sizes) {
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 bool is_dense(const Sizes& sizes, const Sizes& strides) {
-  std::vector<size_t> order(sizes.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+  std::array<size_t, kMaxDimensions> order;
+  const auto end = order.begin() + static_cast<std::ptrdiff_t>(sizes.size());
+  std::iota(order.begin(), end, 0);
+  std::sort(order.begin(), end, [&](size_t a, size_t b) {
     if (sizes[a] < 2 || sizes[b] < 2) return sizes[a] >= 2 && sizes[b] < 2;
     return strides[a] < strides[b];
   });
   int64_t expected = 1;
-  for (size_t d : order) {
-    if (sizes[d] < 2) break;
-    if (strides[d] != expected) return false;
-    expected *= sizes[d];
+  for (auto d = order.begin(); d != end && sizes[*d] >= 2; ++d) {
+    if (strides[*d] != expected) return false;
+    expected *= sizes[*d];
   }
   return true;
 }
@@ -343,6 +343,11 @@ std::pair<const char*, const char*> extent(const Tensor& t) {
 }  // namespace
 
 // --- public ----------------------------------------------------------------------------------------------------------
+
+size_t Sizes::checked(size_t n) {
+  if (n > kMaxDimensions) fail("linquant: tensors must have at most ", kMaxDimensions, " dimensions, but got ", n, ".");
+  return n;
+}
 
 DataType type_of(const Tensor& t) { return torch_type(t).type; }
 
@@ -532,7 +537,7 @@ Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optiona
     return blocked(x_sizes, a, block_size, result_sizes);
   }
   if (!axis) {
-    result_sizes.clear();
+    result_sizes = Sizes();
     return per_tensor(x_sizes);
   }
   const int64_t a = check_axis(op, x_sizes, *axis);
@@ -542,11 +547,11 @@ Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optiona
 
 ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides,
                   const Granularity& g) {
-  std::array<size_t, 64> small;
-  std::vector<size_t> large(sizes.size() > small.size() ? sizes.size() : 0);
-  size_t* order = large.empty() ? small.data() : large.data();
-  std::iota(order, order + sizes.size(), 0);
-  std::stable_sort(order, order + sizes.size(), [&](size_t a, size_t b) { return y_strides[a] > y_strides[b]; });
+  std::array<size_t, kMaxDimensions> order;
+  const auto end = order.begin() + static_cast<std::ptrdiff_t>(sizes.size());
+  std::iota(order.begin(), end, 0);
+  std::sort(order.begin(), end,
+            [&](size_t a, size_t b) { return y_strides[a] != y_strides[b] ? y_strides[a] > y_strides[b] : a < b; });
   ScaleMap map;
   for (size_t i = 0; i < sizes.size(); ++i) {
     const size_t d = order[i];

@@ -7,6 +7,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,7 +19,44 @@
 namespace linquant {
 
 using torch::stable::Tensor;
-using Sizes = std::vector<int64_t>;
+
+inline constexpr size_t kMaxDimensions = 64;
+
+// Sizes or strides, one a dimension. Of fixed capacity: a call on a small tensor has no time for a heap.
+class Sizes {
+ public:
+  Sizes() = default;
+  explicit Sizes(size_t n, int64_t value = 0) : size_(checked(n)) { std::fill(begin(), end(), value); }
+  template <class Iterator>
+  Sizes(Iterator first, Iterator last) : size_(checked(static_cast<size_t>(last - first))) {
+    std::copy(first, last, begin());
+  }
+  Sizes(std::initializer_list<int64_t> list) : Sizes(list.begin(), list.end()) {}
+  Sizes(const std::vector<int64_t>& v) : Sizes(v.begin(), v.end()) {}
+  Sizes(const Sizes& o) : Sizes(o.begin(), o.end()) {}
+  Sizes& operator=(const Sizes& o) {
+    size_ = o.size_;
+    std::copy(o.begin(), o.end(), begin());
+    return *this;
+  }
+
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  int64_t* begin() { return values_; }
+  int64_t* end() { return values_ + size_; }
+  const int64_t* begin() const { return values_; }
+  const int64_t* end() const { return values_ + size_; }
+  const int64_t* data() const { return values_; }
+  int64_t& operator[](size_t d) { return values_[d]; }
+  int64_t operator[](size_t d) const { return values_[d]; }
+  int64_t& back() { return values_[size_ - 1]; }
+  bool operator==(const Sizes& o) const { return std::equal(begin(), end(), o.begin(), o.end()); }
+
+ private:
+  static size_t checked(size_t n);
+  size_t size_ = 0;
+  int64_t values_[kMaxDimensions];
+};
 
 // The type of a tensor; kNone for a type this package has no use for.
 DataType type_of(const Tensor& t);
@@ -39,7 +78,7 @@ struct QuantizeArguments {
   const Tensor& scale;
   const std::optional<Tensor>& zero_point;
   int64_t axis;
-  const Sizes& block_size;
+  Sizes block_size;
   int64_t output_dtype;
   bool saturate;
   int64_t precision;
@@ -64,7 +103,7 @@ struct DequantizeArguments {
   const Tensor& scale;
   const std::optional<Tensor>& zero_point;
   int64_t axis;
-  const Sizes& block_size;
+  Sizes block_size;
   int64_t output_dtype;
   int64_t x_dtype;
   std::optional<int64_t> packed_size;

@@ -93,12 +93,12 @@ Result run(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size
   return {y.finish(), scale.finish(), zero_point.finish()};
 }
 
-Result dynamic_quantize_linear(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size,
+Result dynamic_quantize_linear(const Tensor& x, std::optional<int64_t> axis, const std::vector<int64_t>& block_size,
                                int64_t output_dtype, bool symmetric) {
   return run(x, axis, block_size, output_dtype, symmetric, std::nullopt, std::nullopt, std::nullopt);
 }
 
-Result dynamic_quantize_linear_out(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size,
+Result dynamic_quantize_linear_out(const Tensor& x, std::optional<int64_t> axis, const std::vector<int64_t>& block_size,
                                    int64_t output_dtype, bool symmetric, const Tensor& y, const Tensor& scale,
                                    const Tensor& zero_point) {
   return run(x, axis, block_size, output_dtype, symmetric, y, scale, zero_point);

@@ -23,7 +23,7 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
 }
 
 Tensor fake_quantize_linear(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
-                            const Sizes& block_size, int64_t output_dtype, bool saturate, int64_t precision,
+                            const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
                             std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
                             const std::string& arithmetic) {
   return run({"fake_quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision,
@@ -32,7 +32,7 @@ Tensor fake_quantize_linear(const Tensor& x, const Tensor& scale, const std::opt
 }
 
 Tensor fake_quantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point,
-                                int64_t axis, const Sizes& block_size, int64_t output_dtype, bool saturate,
+                                int64_t axis, const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate,
                                 int64_t precision, std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
                                 const std::string& arithmetic, const Tensor& out) {
   return run({"fake_quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision,

@@ -27,11 +27,11 @@ Result run(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size
   return {lo.finish(), hi.finish()};
 }
 
-Result min_max(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size) {
+Result min_max(const Tensor& x, std::optional<int64_t> axis, const std::vector<int64_t>& block_size) {
   return run(x, axis, block_size, std::nullopt, std::nullopt);
 }
 
-Result min_max_out(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size, const Tensor& r_min,
+Result min_max_out(const Tensor& x, std::optional<int64_t> axis, const std::vector<int64_t>& block_size, const Tensor& r_min,
                    const Tensor& r_max) {
   return run(x, axis, block_size, r_min, r_max);
 }

@@ -27,7 +27,7 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
 }
 
 Tensor quantize_linear(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
-                       const Sizes& block_size, int64_t output_dtype, bool saturate, int64_t precision,
+                       const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
                        std::optional<int64_t> quant_min, std::optional<int64_t> quant_max, const std::string& arithmetic,
                        bool packed) {
   return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
@@ -36,7 +36,7 @@ Tensor quantize_linear(const Tensor& x, const Tensor& scale, const std::optional
 }
 
 Tensor quantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
-                           const Sizes& block_size, int64_t output_dtype, bool saturate, int64_t precision,
+                           const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
                            std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
                            const std::string& arithmetic, bool packed, const Tensor& out) {
   return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
