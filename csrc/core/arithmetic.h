@@ -134,6 +134,22 @@ LQ_INLINE int32_t encode_integer(float q, float lo, float hi, int32_t bias) {
 // The same before the zero point is added, as a float, never -0.
 LQ_INLINE float round_clamped(float q, float lo, float hi) { return (clamp(q, lo, hi) + kMagic) - kMagic; }
 
+// x / scale for integer codes, correctly rounded, without a division: one product with the rounded reciprocal z = 1 / scale,
+// corrected by the residual. x is clamped first, to lo * scale and hi * scale, so that nothing overflows and infinities and
+// NaN are gone; the quotient then needs no clamp. The product is within 1.5 units in the last place, the residual is exact
+// (or off by half a unit in its 25th bit), and its correction errs by less than any quotient's distance to a rounding
+// boundary, since no quotient is a midpoint. Quotients below 2^-17 may be off in their last bits, and round to 0 all the
+// same. Holds where `divides_by_product`.
+LQ_INLINE float quotient_by_product(float x, float scale, float z, float lo_scaled, float hi_scaled) {
+  const float a = clamp(x, lo_scaled, hi_scaled);
+  const float q = a * z;
+  return __builtin_fmaf(__builtin_fmaf(-q, scale, a), z, q);
+}
+LQ_INLINE bool divides_by_product(float scale) {
+  return scale >= 8.0779357e-28f && scale <= 1.2379400e+27f;  // within [2^-90, 2^90]; false for NaN
+}
+inline constexpr int64_t kMaxProductZeroPoint = int64_t{1} << 20;
+
 // --- everything else, in double --------------------------------------------------------------------------------------
 
 namespace exact {

@@ -40,6 +40,17 @@ void with_integer(DataType type, const void* p, const F& f) {
   }
 }
 
+// Calls f(j, number) for the scale numbers of the first `count` runs. The common stride is a loop of its own, which compilers
+// vectorise.
+template <class F>
+LQ_INLINE void for_runs(const Runs& r, int64_t count, const F& f) {
+  if (r.stride == 1) {
+    for (int64_t j = 0; j < count; ++j) f(j, r.first + j);
+  } else {
+    for (int64_t j = 0; j < count; ++j) f(j, r.first + j * r.stride);
+  }
+}
+
 // Only float4 codes have a zero point that counts.
 bool float_zero_point(const Spec& s) { return s.code->bits == 4 && s.parameters.zero_point; }
 
@@ -86,7 +97,6 @@ void FastEngine::fold(const Runs& r, const Walk& w) {
   // Elements that need constants of their own.
   const int64_t n = w.step != kElement ? r.count : periodic ? w.piece : std::min(w.piece, r.count * w.block - r.skip);
   const int64_t span = periodic ? w.period : n;
-  const bool reciprocal = s.op != Op::kDequantize && s.arithmetic != Arithmetic::kOnnx;
   const auto expand = [&](auto* a) {
     if (w.step != kElement) return;
     if (w.block > 1) spread(a, w.block, r.skip, r.count, span);
@@ -94,57 +104,69 @@ void FastEngine::fold(const Runs& r, const Walk& w) {
   };
 
   with_scale(p.scale_type, p.scale, [&](auto load) {
-    for (int64_t j = 0; j < r.count; ++j) scale_[j] = static_cast<float>(load(r.first + j * r.stride));
+    for_runs(r, r.count, [&](int64_t j, int64_t i) { multiplier_[j] = static_cast<float>(load(i)); });
   });
-  if (s.op == Op::kFakeQuantize) {
-    std::copy(scale_, scale_ + r.count, multiplier_);
-    expand(multiplier_);
+  const bool correctable = s.corrected && w.step == kBlock;
+  bool corrected = correctable;
+  for (int64_t j = 0; corrected && j < r.count; ++j) corrected = divides_by_product(multiplier_[j]);
+  if (corrected || (s.op != Op::kDequantize && s.arithmetic != Arithmetic::kOnnx)) {
+    for (int64_t j = 0; j < r.count; ++j) scale_[j] = 1.0f / multiplier_[j];
+  } else {
+    std::copy(multiplier_, multiplier_ + r.count, scale_);
   }
-  if (reciprocal)
-    for (int64_t j = 0; j < r.count; ++j) scale_[j] = 1.0f / scale_[j];
-  expand(scale_);
 
-  const bool varies = s.code->is_float ? float_zero_point(s) : p.zero_point != nullptr;
-  if (!varies && filled_ >= n) return;
-  const int64_t count = varies ? r.count : n;
-  if (!varies) {
+  // What depends on the zero point alone can stay as it is when there is none.
+  const bool zero_points = s.code->is_float ? float_zero_point(s) : p.zero_point != nullptr;
+  const bool varies = zero_points || correctable;
+  if (varies || filled_ < n) {
+    fold_zero_points(r, varies ? r.count : n, zero_points, corrected);
+    filled_ = varies ? 0 : n;
+  }
+  corrected_ = corrected;
+  expand(scale_);
+  if (s.op == Op::kFakeQuantize || corrected) expand(multiplier_);
+  if (!varies) return;
+  expand(lo_);
+  expand(hi_);
+  expand(offset_);
+  expand(bias_);
+}
+
+void FastEngine::fold_zero_points(const Runs& r, int64_t count, bool present, bool corrected) {
+  const Spec& s = spec_;
+  const Parameters& p = s.parameters;
+  if (!present) {
     std::fill(bias_, bias_ + count, 0);
   } else {
     with_integer(p.zero_point_type, p.zero_point, [&](auto load) {
-      for (int64_t j = 0; j < count; ++j) bias_[j] = static_cast<int32_t>(load(r.first + j * r.stride));
+      for_runs(r, count, [&](int64_t j, int64_t i) { bias_[j] = static_cast<int32_t>(load(i)); });
     });
   }
   if (s.code->is_float) {
     for (int64_t j = 0; j < count; ++j) {
-      const float z = varies ? decode_float(static_cast<uint32_t>(bias_[j]), kE2M1) : 0.0f;
+      const float z = present ? decode_float(static_cast<uint32_t>(bias_[j]), kE2M1) : 0.0f;
       lo_[j] = z;
       // Adding -0 changes nothing, not even a zero's sign.
-      offset_[j] = varies || s.op == Op::kDequantize ? z : -0.0f;
+      offset_[j] = present || s.op == Op::kDequantize ? z : -0.0f;
     }
   } else if (s.op != Op::kDequantize) {
     const bool onednn = s.arithmetic == Arithmetic::kOneDnn;
     const float qmin = static_cast<float>(s.qmin), qmax = static_cast<float>(s.qmax);
+    for (int64_t j = 0; j < count; ++j) offset_[j] = onednn ? static_cast<float>(bias_[j]) : 0.0f;
     for (int64_t j = 0; j < count; ++j) {
-      const float z = static_cast<float>(bias_[j]);
-      lo_[j] = onednn ? qmin : qmin - z;
-      hi_[j] = onednn ? qmax : qmax - z;
-      offset_[j] = onednn ? z : 0.0f;
-      bias_[j] = (onednn ? 0 : bias_[j]) - kMagicBits;
+      const float z = onednn ? 0.0f : static_cast<float>(bias_[j]);
+      lo_[j] = qmin - z;
+      hi_[j] = qmax - z;
     }
-  }
-  if (varies) {
-    expand(lo_);
-    expand(hi_);
-    expand(offset_);
-    expand(bias_);
-  } else {
-    filled_ = n;
+    for (int64_t j = 0; j < count; ++j) bias_[j] = (onednn ? 0 : bias_[j]) - kMagicBits;
+    if (corrected)
+      for (int64_t j = 0; j < count; ++j) lo_[j] *= multiplier_[j], hi_[j] *= multiplier_[j];
   }
 }
 
 void FastEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Walk& w) const {
   Row row{x, y, n, w.block, folded_, &spec_.format, spec_.mask, spec_.flip};
-  const RowKernel kernel = spec_.kernels[w.step];
+  const RowKernel kernel = (corrected_ ? spec_.corrected : spec_.kernels)[w.step];
   if (w.step == kBlock && skip > 0) {
     // The rest of a run that an earlier piece began.
     const int64_t rest = std::min(n, w.block - skip);
@@ -310,7 +332,13 @@ void ExactEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Wal
 
 namespace {
 
-const RowKernel* find_kernels(Op op, const QuantizeSpec& q, bool packed, DataType between) {
+Quotient find_quotient(const QuantizeSpec& q) {
+  if (q.arithmetic != Arithmetic::kOnnx) return kMultiply;
+  if (q.precision == DataType::kFloat16) return kDivideF16;
+  return q.precision == DataType::kBFloat16 ? kDivideBF16 : kDivide;
+}
+
+const RowKernel* find_kernels(Op op, const QuantizeSpec& q, bool packed, DataType between, Quotient quotient) {
   const Kernels* kernels = active_kernels();
   if (!kernels || q.wide || q.code->bits == 32) return nullptr;
   Input input;
@@ -330,10 +358,6 @@ const RowKernel* find_kernels(Op op, const QuantizeSpec& q, bool packed, DataTyp
     default:
       return nullptr;
   }
-  const Quotient quotient = q.arithmetic != Arithmetic::kOnnx         ? kMultiply
-                            : q.precision == DataType::kFloat16  ? kDivideF16
-                            : q.precision == DataType::kBFloat16 ? kDivideBF16
-                                                                 : kDivide;
   const RowKernel* found;
   if (op == Op::kFakeQuantize) {
     if (between != DataType::kFloat32 && between != q.x) return nullptr;
@@ -363,9 +387,11 @@ Spec quantize_spec(Op op, const QuantizeSpec& q, const ParameterTensors& paramet
   s.between = q.scale == DataType::kFloat8E8M0 ? DataType::kFloat32 : q.scale;
   s.wide = q.wide && q.arithmetic == Arithmetic::kOnnx;
   s.packed = packed;
-  s.kernels = find_kernels(op, q, packed, s.between);
-  if (s.kernels && !q.code->is_float && largest_zero_point(s.parameters, parameters.count()) > kMaxFastZeroPoint)
-    s.kernels = nullptr;
+  const Quotient quotient = find_quotient(q);
+  const int64_t zero_point = q.code->is_float ? 0 : largest_zero_point(s.parameters, parameters.count());
+  if (zero_point <= kMaxFastZeroPoint) s.kernels = find_kernels(op, q, packed, s.between, quotient);
+  if (s.kernels && quotient == kDivide && zero_point <= kMaxProductZeroPoint)
+    s.corrected = find_kernels(op, q, packed, s.between, kCorrected);
   return s;
 }
 

@@ -58,7 +58,8 @@ struct Spec {
   bool wide;
   bool packed;
   uint32_t mask, flip;                    // how a byte or word of integer codes is read
-  const RowKernel* kernels;               // of the fast engine, by Step
+  const RowKernel* kernels;               // of the fast engine, by Step; null: the exact engine
+  const RowKernel* corrected;             // the same by corrected products, for scales that allow it; or null
 };
 
 class FastEngine {
@@ -69,8 +70,11 @@ class FastEngine {
   void row(const void* x, void* y, int64_t n, int64_t skip, const Walk& w) const;
 
  private:
+  void fold_zero_points(const Runs& runs, int64_t count, bool present, bool corrected);
+
   const Spec& spec_;
-  int64_t filled_ = 0;  // constants that do not depend on a zero point are filled in once
+  int64_t filled_ = 0;      // constants that do not depend on a zero point are filled in once
+  bool corrected_ = false;  // the folded constants are for `corrected`
   Folded folded_;
   // Uninitialised on purpose: only what is folded is read, or lies in a tile's unused part.
   alignas(64) float scale_[kConstants + kTile], multiplier_[kConstants + kTile], lo_[kConstants + kTile],

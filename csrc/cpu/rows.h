@@ -26,9 +26,9 @@ inline constexpr int64_t kTile = 64;
 
 // Constants, one array a quantity. Which ones a kernel reads is said at its table.
 struct Folded {
-  const float* scale;       // divisor, or the reciprocal in the arithmetics that multiply
-  const float* multiplier;  // the scale again, where `scale` holds its reciprocal
-  const float* lo;          // clamp bounds of the quotient
+  const float* scale;       // divisor; the reciprocal where the quotient is a product
+  const float* multiplier;  // the scale itself
+  const float* lo;          // clamp bounds of the quotient; of x where the product is corrected
   const float* hi;
   const float* offset;      // added to the quotient (onednn, float4), or to the code's value (dequantize float4)
   const int32_t* bias;      // zero_point - kMagicBits; plain zero_point in dequantize
@@ -50,15 +50,18 @@ using RowKernel = void (*)(const Row&);
 using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi);
 
 enum Input { kF32, kF16, kBF16, kI32, kInputs };
-enum Quotient { kDivide, kDivideF16, kDivideBF16, kMultiply, kQuotients };  // P = float32, float16, bfloat16; reciprocal
+// P = float32, float16, bfloat16 by division; float32 by a corrected product (kBlock only: elsewhere it gains nothing); the
+// product with the reciprocal.
+enum Quotient { kDivide, kDivideF16, kDivideBF16, kCorrected, kMultiply, kQuotients };
 enum Codes { kInteger8, kInteger16, kInteger4, kInteger2, kFloat8, kFloat4, kCodes };  // 4 and 2 bits: packed
 
 // A null entry: no fast kernel; the general engine (general.h) does it.
 struct Kernels {
-  // codes = encode(quotient). Integers read scale, lo, hi, bias (and offset when multiplying); floats scale and offset.
+  // codes = encode(quotient). Integers read scale, lo, hi, bias (multiplier too for kCorrected, offset for kMultiply);
+  // floats scale and offset.
   RowKernel quantize[kInputs][kQuotients][kCodes][kSteps];
-  // The same, decoded again to x's type with `multiplier`. Integers read offset as the zero point to take off when the
-  // quotient was a product, else none is left in the code; floats take off lo.
+  // The same, decoded again to x's type with `multiplier`. Integers take off offset for kMultiply; else there is
+  // no zero point in the rounded quotient. Floats take off lo.
   RowKernel fake[kInputs][kQuotients][2][kSteps];  // integer, float
   // (code - zero point) * scale. Integers read scale, bias; floats scale, offset. Output types: the first three Inputs.
   RowKernel dequantize[kCodes][kBF16 + 1][kSteps];

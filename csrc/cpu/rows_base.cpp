@@ -5,6 +5,7 @@
 
 #define LQ_TARGET
 #define LQ_KERNELS kBaseKernels
+#define LQ_PRODUCT 0
 #define LQ_F16C 0
 #define LQ_INLINE_LAMBDA __attribute__((always_inline))
 #include "cpu/rows.inc"
