@@ -545,20 +545,26 @@ Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optiona
   return per_axis(x_sizes, a);
 }
 
-ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides,
-                  const Granularity& g) {
+ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides, const Granularity& g,
+                  bool x_packed) {
   std::array<size_t, kMaxDimensions> order;
   const auto end = order.begin() + static_cast<std::ptrdiff_t>(sizes.size());
   std::iota(order.begin(), end, 0);
   std::sort(order.begin(), end,
             [&](size_t a, size_t b) { return y_strides[a] != y_strides[b] ? y_strides[a] > y_strides[b] : a < b; });
   ScaleMap map;
+  bool fits = true;
   for (size_t i = 0; i < sizes.size(); ++i) {
     const size_t d = order[i];
-    if (!map.push({sizes[d], g.block[d], x_strides[d], y_strides[d], g.stride[d]}))
-      fail(op, ": x must not need more than ", kMaxLoops, " nested loops, but got shape ", Shape{sizes}, ".");
+    fits &= map.push({sizes[d], g.block[d], x_strides[d], y_strides[d], g.stride[d]});
   }
-  if (map.count == 0) map.loop[map.count++] = {1, 1, 1, 1, 0};
+  // Without loops, or where packed rows hold one code each, a row is one element.
+  const Loop* inner = map.count > 0 ? &map.loop[map.count - 1] : nullptr;
+  if (!inner || inner->y_stride != 1 || (x_packed && inner->x_stride != 1)) {
+    fits &= map.count < kMaxLoops;
+    if (fits) map.loop[map.count++] = {1, 1, 1, 1, 0};
+  }
+  if (!fits) fail(op, ": x must not need more than ", kMaxLoops, " nested loops, but got shape ", Shape{sizes}, ".");
   return map;
 }
 

@@ -135,9 +135,10 @@ Granularity resolve_granularity(const char* op, const Sizes& x_sizes, const Tens
 Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optional<int64_t> axis,
                               const Sizes& block_size, Sizes& result_sizes);
 
-// The loops of an elementwise op from x to y. Strides as in Loop.
-ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides,
-                  const Granularity& g);
+// The loops of an elementwise op from x to y, strides as in Loop. The innermost one has stride 1 in y, and in x where x is
+// packed.
+ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides, const Granularity& g,
+                  bool x_packed = false);
 
 // Row-major strides; for packed codes (`per_byte` of them in a byte) rows of the last dimension are padded to whole bytes.
 Sizes contiguous_strides(const Sizes& sizes, int per_byte = 1);

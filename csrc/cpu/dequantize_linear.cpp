@@ -32,7 +32,7 @@ Tensor run(const DequantizeArguments& a, const std::optional<Tensor>& out) {
   if (y.tensor().numel() != 0) {
     const Tensor x = checked.packed ? row_major(a.x) : a.x;
     const Sizes x_strides = checked.packed ? contiguous_strides(checked.sizes, 8 / code.bits) : strides_of(x);
-    const ScaleMap map = make_map(a.op, checked.sizes, x_strides, strides_of(y.tensor()), g);
+    const ScaleMap map = make_map(a.op, checked.sizes, x_strides, strides_of(y.tensor()), g, checked.packed);
     const ParameterTensors parameters(a.scale, a.zero_point);
     Spec s{};
     s.op = Op::kDequantize;

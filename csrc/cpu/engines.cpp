@@ -323,7 +323,8 @@ void ExactEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Wal
     } else if (s.op == Op::kFakeQuantize) {
       const int64_t code = encode(s, load_value(s.x, x, i), scale, zero_point, offset);
       const double v = round_value(decode(s, code, scale, zero_point, offset), s.between, wide);
-      store_value(s.y, y, i, round_value(v, s.y, s.between == DataType::kFloat64));
+      // The cast to x's type is PyTorch's, which goes from double to the 16-bit types by way of float32.
+      store_value(s.y, y, i, s.y == DataType::kFloat64 || s.y == DataType::kInt32 ? v : round_value(v, s.y, false));
     } else {
       store_value(s.y, y, i, round_value(decode(s, load_code(s, x, i), scale, zero_point, offset), s.y, wide));
     }

@@ -55,7 +55,7 @@ Tensor unpack_into(const Tensor& x, int64_t x_dtype, std::optional<int64_t> pack
   if (y.tensor().numel() != 0) {
     const Tensor packed = row_major(x);
     const ScaleMap map =
-        make_map("unpack", sizes, contiguous_strides(sizes, per_byte), contiguous_strides(sizes), one_scale(sizes));
+        make_map("unpack", sizes, contiguous_strides(sizes, per_byte), contiguous_strides(sizes), one_scale(sizes), true);
     const uint32_t flip = code.is_signed() ? 1u << (code.bits - 1) : 0;
     run<CopyEngine>(CopySpec{kernels().unpack[per_byte / 4], (1u << code.bits) - 1, flip}, map, packed.const_data_ptr(),
                     y.tensor().mutable_data_ptr(), code.bits, 8);
