@@ -1,0 +1,50 @@
+"""Linear quantization operators for PyTorch whose bits are those of the deployed runtime."""
+
+from .dtypes import QUANT_DTYPES, QuantDtype, resolve
+from .granularity import Granularity, PerAxis, PerBlock, PerDims, PerTensor, PerToken
+from .modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
+from .observers import MinMaxObserver, Observer
+from .ops import (
+    dequantize_linear,
+    dynamic_quantize,
+    dynamic_quantize_linear,
+    fake_quantize_linear,
+    min_max,
+    pack,
+    quantize_linear,
+    unpack,
+)
+from .qparams import choose_qparams, quantize_tensor
+from .workflow import calibrate, convert, prepare, sqnr, weight_bytes
+
+__all__ = [
+    "QUANT_DTYPES",
+    "Granularity",
+    "MinMaxObserver",
+    "Observer",
+    "PerAxis",
+    "PerBlock",
+    "PerDims",
+    "PerTensor",
+    "PerToken",
+    "QuantDtype",
+    "QuantizedConv2d",
+    "QuantizedLayer",
+    "QuantizedLinear",
+    "calibrate",
+    "choose_qparams",
+    "convert",
+    "dequantize_linear",
+    "dynamic_quantize",
+    "dynamic_quantize_linear",
+    "fake_quantize_linear",
+    "min_max",
+    "pack",
+    "prepare",
+    "quantize_linear",
+    "quantize_tensor",
+    "resolve",
+    "sqnr",
+    "unpack",
+    "weight_bytes",
+]

@@ -1,0 +1,120 @@
+"""Granularity: which elements of a tensor share a scale.
+
+| granularity            | shape of scale for x of shape [O, I]           |
+|------------------------|------------------------------------------------|
+| PerTensor()            | []                                             |
+| PerAxis(0)             | [O]                                            |
+| PerToken()             | [O, 1]: one for each row of the last dimension |
+| PerBlock(32)           | [O, ceil(I / 32)]; the last block may be short |
+| PerBlock((128, 128))   | [ceil(O / 128), ceil(I / 128)]                 |
+| PerDims((0,))          | [O, 1]                                         |
+
+Each object turns into the arguments `axis` and `block_size` of the ops, given the rank of the tensor.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class Granularity:
+    """What the classes of this module have in common."""
+
+    def reduce_args(self, ndim: int) -> dict[str, Any]:
+        """`axis` and `block_size` for ops that find a range or a scale (min_max, dynamic_quantize_linear)."""
+        raise NotImplementedError
+
+    def qparam_args(self, ndim: int) -> dict[str, Any]:
+        """`axis` and `block_size` for ops that are given a scale, for a tensor of `ndim` dimensions."""
+        args = self.reduce_args(ndim)
+        return {**args, "axis": 1 if args["axis"] is None else args["axis"]}
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One scale for the whole tensor; scale is 0-d.
+
+    >>> PerTensor().reduce_args(2)
+    {'axis': None, 'block_size': [0]}
+    """
+
+    def reduce_args(self, ndim: int) -> dict[str, Any]:
+        return {"axis": None, "block_size": [0]}
+
+
+@dataclass(frozen=True)
+class PerAxis(Granularity):
+    """One scale for each index of a dimension; scale has shape [x.size(axis)].
+
+    >>> PerAxis(0).qparam_args(4)
+    {'axis': 0, 'block_size': [0]}
+    """
+
+    axis: int
+
+    def reduce_args(self, ndim: int) -> dict[str, Any]:
+        return {"axis": self.axis, "block_size": [0]}
+
+
+@dataclass(frozen=True)
+class PerDims(Granularity):
+    """One scale for each index of the listed dimensions (oneDNN's mask); scale has size 1 in the others.
+
+    >>> PerDims((0, 2)).qparam_args(4)
+    {'axis': 1, 'block_size': [1, 0, 1, 0]}
+    """
+
+    dims: tuple[int, ...]
+
+    def reduce_args(self, ndim: int) -> dict[str, Any]:
+        for dim in self.dims:
+            if not -ndim <= dim < ndim:
+                raise ValueError(f"PerDims: dims must be in [{-ndim}, {ndim - 1}], but got {dim}.")
+        listed = {dim % ndim for dim in self.dims}
+        if ndim < 2:
+            # The ops take one length for a vector as the form along an axis, where 0 means no blocks.
+            return (PerAxis(0) if listed else PerTensor()).reduce_args(ndim)
+        return {"axis": None, "block_size": [int(dim in listed) for dim in range(ndim)]}
+
+
+@dataclass(frozen=True)
+class PerToken(Granularity):
+    """One scale for each row of the last dimension; scale has x's shape with 1 in the last place.
+
+    >>> PerToken().qparam_args(3)
+    {'axis': 1, 'block_size': [1, 1, 0]}
+    """
+
+    def reduce_args(self, ndim: int) -> dict[str, Any]:
+        return PerDims(tuple(range(ndim - 1))).reduce_args(ndim)
+
+
+@dataclass(frozen=True)
+class PerBlock(Granularity):
+    """One scale for each block; scale has the rank of x, and ceil(size / block) in each dimension.
+
+    Attributes:
+        block_size: the length of a block along `axis`, where the other dimensions have a scale for each index; or one
+            length for each dimension of x, 0 for the whole dimension.
+        axis: the dimension that is cut into blocks; not looked at where block_size has one length a dimension.
+
+    >>> PerBlock(32).qparam_args(2)
+    {'axis': -1, 'block_size': [32]}
+    """
+
+    block_size: int | tuple[int, ...]
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        several = isinstance(self.block_size, tuple)
+        lengths = self.block_size if several else (self.block_size,)
+        if not lengths or min(lengths) < (0 if several else 1):
+            raise ValueError(f"PerBlock: block_size must be positive, but got {self.block_size}.")
+
+    def reduce_args(self, ndim: int) -> dict[str, Any]:
+        if isinstance(self.block_size, int):
+            return {"axis": self.axis, "block_size": [self.block_size]}
+        if len(self.block_size) != ndim:
+            raise ValueError(f"PerBlock: block_size must have {ndim} entries, but got {len(self.block_size)}.")
+        if ndim == 1:
+            return PerBlock(self.block_size[0], 0).reduce_args(ndim)
+        return {"axis": None, "block_size": list(self.block_size)}
