@@ -32,7 +32,8 @@ std::ostream& operator<<(std::ostream& s, const Shape& shape) {
 }
 
 constexpr char kCodeNumbers[] =
-    "uint8 (2), int8 (3), uint16 (4), int16 (5), int32 (6), float8_e4m3fn (17), float8_e4m3fnuz (18), float8_e5m2 (19), "
+    "uint8 (2), int8 (3), uint16 (4), int16 (5), int32 (6), float8_e4m3fn (17), float8_e4m3fnuz (18), float8_e5m2 "
+    "(19), "
     "float8_e5m2fnuz (20), uint4 (21), int4 (22), float4_e2m1 (23), uint2 (25) or int2 (26)";
 constexpr char kFloatNumbers[] = "float32 (1), float16 (10), float64 (11) or bfloat16 (16)";
 
@@ -202,7 +203,8 @@ Arithmetic check_arithmetic(const QuantizeArguments& a, const CodeType& code) {
   if (code.is_float)
     fail(a.op, ": arithmetic must be \"onnx\" for ", code.name, " codes, but got \"", a.arithmetic, "\".");
   if (a.precision > 1)
-    fail(a.op, ": precision must be 0 or 1 (float32) with arithmetic \"", a.arithmetic, "\", but got ", a.precision, ".");
+    fail(a.op, ": precision must be 0 or 1 (float32) with arithmetic \"", a.arithmetic, "\", but got ", a.precision,
+         ".");
   return arithmetic;
 }
 
@@ -211,8 +213,8 @@ int64_t check_limit(const QuantizeArguments& a, const char* name, const std::opt
   if (!limit) return otherwise;
   if (code.is_float) fail(a.op, ": ", name, " must be left out for ", code.name, " codes, but got ", *limit, ".");
   if (*limit < code.min || *limit > code.max)
-    fail(a.op, ": ", name, " must be within [", code.min, ", ", code.max, "] for ", code.name, " codes, but got ", *limit,
-         ".");
+    fail(a.op, ": ", name, " must be within [", code.min, ", ", code.max, "] for ", code.name, " codes, but got ",
+         *limit, ".");
   return *limit;
 }
 
@@ -415,8 +417,10 @@ QuantizeSpec check_quantize(const QuantizeArguments& a) {
   if (!code.is_float && s.qmin >= s.qmax)
     fail(a.op, ": quant_min must be less than quant_max, but got ", s.qmin, " and ", s.qmax, ".");
   if (a.packed && !code.sub_byte())
-    fail(a.op, ": packed must be False for ", code.name, " codes, but got True. Only 4-bit and 2-bit codes are packed.");
-  if (a.packed && a.x.dim() == 0) fail(a.op, ": x must have at least one dimension to be packed, but got a 0-d tensor.");
+    fail(a.op, ": packed must be False for ", code.name,
+         " codes, but got True. Only 4-bit and 2-bit codes are packed.");
+  if (a.packed && a.x.dim() == 0)
+    fail(a.op, ": x must have at least one dimension to be packed, but got a 0-d tensor.");
 
   s.x = type_of(a.x);
   s.scale = type_of(a.scale);
@@ -429,10 +433,10 @@ QuantizeSpec check_quantize(const QuantizeArguments& a) {
 DequantizeSpec check_dequantize(const DequantizeArguments& a) {
   const DataType t = type_of(a.x);
   const CodeType* own = t == DataType::kNone ? nullptr : find_code_type(number(t));
-  if (!own)
-    fail(a.op, ": x must be uint8, int8, uint16, int16, int32 or a float8 type, but got ", name_of(a.x), ".");
+  if (!own) fail(a.op, ": x must be uint8, int8, uint16, int16, int32 or a float8 type, but got ", name_of(a.x), ".");
   check_scale(a.op, a.x, a.scale, a.zero_point);
-  const bool valid_output = a.output_dtype >= 0 && a.output_dtype <= 16 && is_float(static_cast<DataType>(a.output_dtype));
+  const bool valid_output =
+      a.output_dtype >= 0 && a.output_dtype <= 16 && is_float(static_cast<DataType>(a.output_dtype));
   if (a.output_dtype != 0 && !valid_output)
     fail(a.op, ": output_dtype must be 0 or the number of ", kFloatNumbers, ", but got ", a.output_dtype, ".");
 
@@ -448,9 +452,9 @@ DequantizeSpec check_dequantize(const DequantizeArguments& a) {
   DequantizeSpec s{};
   s.code = code;
   s.scale = type_of(a.scale);
-  s.output = a.output_dtype != 0                 ? static_cast<DataType>(a.output_dtype)
+  s.output = a.output_dtype != 0                ? static_cast<DataType>(a.output_dtype)
              : s.scale == DataType::kFloat8E8M0 ? DataType::kFloat32
-                                                 : s.scale;
+                                                : s.scale;
   s.packed = a.packed_size.has_value();
   if (s.packed && !code->sub_byte())
     fail(a.op, ": packed_size must be left out for ", code->name, " codes, but got ", *a.packed_size,
@@ -463,7 +467,8 @@ namespace {
 const CodeType* check_sub_byte(const char* op, int64_t x_dtype) {
   const CodeType* code = find_code_type(x_dtype);
   if (!code || !code->sub_byte())
-    fail(op, ": x_dtype must be the number of uint4 (21), int4 (22), float4_e2m1 (23), uint2 (25) or int2 (26), but got ",
+    fail(op,
+         ": x_dtype must be the number of uint4 (21), int4 (22), float4_e2m1 (23), uint2 (25) or int2 (26), but got ",
          x_dtype, ".");
   return code;
 }
@@ -471,8 +476,7 @@ const CodeType* check_sub_byte(const char* op, int64_t x_dtype) {
 
 const CodeType* check_pack(const char* op, const Tensor& x, int64_t x_dtype) {
   const DataType t = type_of(x);
-  if (t != DataType::kUInt8 && t != DataType::kInt8)
-    fail(op, ": x must be uint8 or int8, but got ", name_of(x), ".");
+  if (t != DataType::kUInt8 && t != DataType::kInt8) fail(op, ": x must be uint8 or int8, but got ", name_of(x), ".");
   const CodeType* code = check_sub_byte(op, x_dtype);
   if (x.dim() == 0) fail(op, ": x must have at least one dimension to be packed, but got a 0-d tensor.");
   return code;
@@ -545,8 +549,8 @@ Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optiona
   return per_axis(x_sizes, a);
 }
 
-ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides, const Granularity& g,
-                  bool x_packed) {
+ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides,
+                  const Granularity& g, bool x_packed) {
   std::array<size_t, kMaxDimensions> order;
   const auto end = order.begin() + static_cast<std::ptrdiff_t>(sizes.size());
   std::iota(order.begin(), end, 0);
@@ -569,7 +573,8 @@ ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, co
 }
 
 namespace {
-void check_out(const char* op, const char* name, const Tensor& on, const Sizes& sizes, DataType type, const Tensor& out) {
+void check_out(const char* op, const char* name, const Tensor& on, const Sizes& sizes, DataType type,
+               const Tensor& out) {
   check_device(op, name, on, out);
   if (sizes_of(out) != sizes)
     fail(op, ": ", name, " must have shape ", Shape{sizes}, ", but got shape ", Shape{sizes_of(out)}, ".");
@@ -616,8 +621,7 @@ const Output& Output::apart_from(const char* op, const char* name, const Tensor&
   const auto a = extent(*out_), b = extent(input);
   if (a.first >= b.second || b.first >= a.second) return *this;
   const bool same = a.first == b.first && type_of(*out_) == type_of(input) && strides_of(*out_) == strides_of(input);
-  if (!(same && same_allowed))
-    fail(op, ": ", name, " must not overlap ", input_name, ", but they share memory.");
+  if (!(same && same_allowed)) fail(op, ": ", name, " must not overlap ", input_name, ", but they share memory.");
   return *this;
 }
 

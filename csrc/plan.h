@@ -1,8 +1,8 @@
 // From an op's arguments to what a kernel needs: every check, the ScaleMap, the outputs. Serves every device.
 //
-// Errors are std::runtime_error with one sentence, `<op>: <argument> must <what holds>, but got <value>.`, thrown before
-// any memory is touched. torch_linquant/_fake.py says the same sentences for fake tensors; tests/test_errors.py holds
-// both to one table.
+// Errors are std::runtime_error with one sentence, `<op>: <argument> must <what holds>, but got <value>.`, thrown
+// before any memory is touched. torch_linquant/_fake.py says the same sentences for fake tensors; tests/test_errors.py
+// holds both to one table.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -64,12 +64,12 @@ DataType type_of(const Tensor& t);
 // What quantize_linear and fake_quantize_linear were asked to compute, checked.
 struct QuantizeSpec {
   const CodeType* code;
-  FloatFormat format;     // of float codes, with `saturate` applied
-  int64_t qmin, qmax;     // of integer codes
+  FloatFormat format;  // of float codes, with `saturate` applied
+  int64_t qmin, qmax;  // of integer codes
   Arithmetic arithmetic;
-  DataType x, scale;      // types
-  DataType precision;     // P of the quotient
-  bool wide;              // the division is done in double
+  DataType x, scale;   // types
+  DataType precision;  // P of the quotient
+  bool wide;           // the division is done in double
 };
 
 struct QuantizeArguments {
@@ -91,10 +91,10 @@ QuantizeSpec check_quantize(const QuantizeArguments& a);
 
 struct DequantizeSpec {
   const CodeType* code;
-  DataType scale;    // type
-  DataType output;   // type
+  DataType scale;   // type
+  DataType output;  // type
   bool packed;
-  Sizes sizes;       // of x unpacked
+  Sizes sizes;  // of x unpacked
 };
 
 struct DequantizeArguments {
@@ -135,12 +135,13 @@ Granularity resolve_granularity(const char* op, const Sizes& x_sizes, const Tens
 Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optional<int64_t> axis,
                               const Sizes& block_size, Sizes& result_sizes);
 
-// The loops of an elementwise op from x to y, strides as in Loop. The innermost one has stride 1 in y, and in x where x is
-// packed.
-ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides, const Granularity& g,
-                  bool x_packed = false);
+// The loops of an elementwise op from x to y, strides as in Loop. The innermost one has stride 1 in y, and in x where x
+// is packed.
+ScaleMap make_map(const char* op, const Sizes& sizes, const Sizes& x_strides, const Sizes& y_strides,
+                  const Granularity& g, bool x_packed = false);
 
-// Row-major strides; for packed codes (`per_byte` of them in a byte) rows of the last dimension are padded to whole bytes.
+// Row-major strides; for packed codes (`per_byte` of them in a byte) rows of the last dimension are padded to whole
+// bytes.
 Sizes contiguous_strides(const Sizes& sizes, int per_byte = 1);
 
 Sizes sizes_of(const Tensor& t);

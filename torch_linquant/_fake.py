@@ -155,7 +155,7 @@ def _code_type(op: str, x: Tensor, x_dtype: int) -> QuantDtype:
             )
     elif code is not own:
         _fail(f"{op}: x_dtype must be 0 or {own.number} ({name}, the type of x), but got {x_dtype}.")
-    return code  # type: ignore[return-value]
+    return code
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _check_out(op: str, name: str, x: Tensor, like: Tensor, out: Tensor) -> Tens
 
 
 def _register(op: str, kernel: Callable[..., Any], out_names: Sequence[str] = ("out",)) -> None:
-    """Register `kernel` for the op, and for its .out overload what compares the given outputs with those of `kernel`."""
+    """Register `kernel` for the op, and a comparison of the given outputs with its own for the .out overload."""
 
     def fake(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return kernel(op, x, *args, **kwargs)

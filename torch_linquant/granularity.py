@@ -105,9 +105,8 @@ class PerBlock(Granularity):
     axis: int = -1
 
     def __post_init__(self) -> None:
-        several = isinstance(self.block_size, tuple)
-        lengths = self.block_size if several else (self.block_size,)
-        if not lengths or min(lengths) < (0 if several else 1):
+        size = self.block_size
+        if size < 1 if isinstance(size, int) else min(size, default=-1) < 0:
             raise ValueError(f"PerBlock: block_size must be positive, but got {self.block_size}.")
 
     def reduce_args(self, ndim: int) -> dict[str, Any]:

@@ -117,13 +117,14 @@ def quantize_linear(
 
     Blocks of two, packed 4-bit codes:
 
-    >>> quantize_linear(torch.tensor([[1.0, 2.0, 30.0]]), torch.tensor([[1.0, 10.0]]), dtype="int4", block_size=2,
-    ...                 packed=True)
+    >>> x, scale = torch.tensor([[1.0, 2.0, 30.0]]), torch.tensor([[1.0, 10.0]])
+    >>> quantize_linear(x, scale, dtype="int4", block_size=2, packed=True)
     tensor([[33,  3]], dtype=torch.uint8)
 
     Near ties the runtimes differ:
 
-    >>> x, scale, zero_point = torch.tensor([1.0, 3.0, 5.0, -1.0]), torch.tensor(2.0), torch.tensor(1, dtype=torch.uint8)
+    >>> x, scale = torch.tensor([1.0, 3.0, 5.0, -1.0]), torch.tensor(2.0)
+    >>> zero_point = torch.tensor(1, dtype=torch.uint8)
     >>> quantize_linear(x, scale, zero_point)
     tensor([1, 3, 3, 1], dtype=torch.uint8)
     >>> quantize_linear(x, scale, zero_point, arithmetic="onednn")
@@ -181,11 +182,11 @@ def dequantize_linear(
         RuntimeError: if types, shapes, axis or options do not fit, before any memory is touched.
         ValueError: if x_dtype or dtype is no type of the lists above.
 
-    >>> dequantize_linear(torch.tensor([0, 3, 128, 255], dtype=torch.uint8), torch.tensor(2.0),
-    ...                   torch.tensor(128, dtype=torch.uint8))
+    >>> codes, zero_point = torch.tensor([0, 3, 128, 255], dtype=torch.uint8), torch.tensor(128, dtype=torch.uint8)
+    >>> dequantize_linear(codes, torch.tensor(2.0), zero_point)
     tensor([-256., -250.,    0.,  254.])
-    >>> dequantize_linear(torch.tensor([[33, 3]], dtype=torch.uint8), torch.tensor([[1.0, 10.0]]), x_dtype="int4",
-    ...                   block_size=2, packed_size=3)
+    >>> packed, scale = torch.tensor([[33, 3]], dtype=torch.uint8), torch.tensor([[1.0, 10.0]])
+    >>> dequantize_linear(packed, scale, x_dtype="int4", block_size=2, packed_size=3)
     tensor([[ 1.,  2., 30.]])
     """
     return _call(
@@ -219,8 +220,8 @@ def fake_quantize_linear(
 ) -> Tensor:
     """Quantize and dequantize in one pass: what x is worth after quantization.
 
-    Bit for bit `dequantize_linear(quantize_linear(x, ...), ...).to(x.dtype)`, with no codes stored in between. (An int32
-    x is truncated, as `.to` does.) Arguments and errors are those of `quantize_linear`; `out` may be x itself.
+    Bit for bit `dequantize_linear(quantize_linear(x, ...), ...).to(x.dtype)`, with no codes stored in between. An int32
+    x is truncated, as `.to` does. Arguments and errors are those of `quantize_linear`; `out` may be x itself.
 
     >>> x = torch.tensor([0.0, 0.13, 1.0, 100.0])
     >>> fake_quantize_linear(x, torch.tensor(0.25), dtype="int4")

@@ -3,9 +3,9 @@
 //   integers   y = clamp(rne(q) + zero_point, qmin, qmax)
 //   floats     y = round to the format(q [+ zero_point])
 //
-// with the quotient q = RN_P(x / scale) by IEEE division ("onnx"), or one of the two forms over the reciprocal that other
-// runtimes compute. Compile without FMA contraction and without any fast-math option. The float32 forms here are for the
-// fast kernels; `exact` holds the ones in double for everything else.
+// with the quotient q = RN_P(x / scale) by IEEE division ("onnx"), or one of the two forms over the reciprocal that
+// other runtimes compute. Compile without FMA contraction and without any fast-math option. The float32 forms here are
+// for the fast kernels; `exact` holds the ones in double for everything else.
 #pragma once
 
 #include <cstdint>
@@ -55,10 +55,10 @@ LQ_INLINE uint32_t encode_float(float v, const FloatFormat& f) {
   float a = float_of(u & 0x7fffffffu);
   a = a > 131072.0f ? 131072.0f : a;  // above every format's overflow; NaN stays
   const uint32_t r = rounder_bits(a, f.mantissa, f.exponent);
-  // a + rounder = rounder + (a in units of its last place), so the difference of the bits is that count; each octave above
-  // the subnormals adds 2^mantissa codes.
-  const uint32_t octaves =
-      (((r >> 23) - static_cast<uint32_t>(23 - f.mantissa)) - static_cast<uint32_t>(f.exponent)) << f.mantissa;
+  // a + rounder = rounder + (a in units of its last place), so the difference of the bits is that count; each octave
+  // above the subnormals adds 2^mantissa codes.
+  const uint32_t octaves = (((r >> 23) - static_cast<uint32_t>(23 - f.mantissa)) - static_cast<uint32_t>(f.exponent))
+                           << f.mantissa;
   uint32_t code = (bits_of(a + float_of(r)) - r) + octaves;
   code = code > f.overflow ? f.overflow : code;
   uint32_t sign = (u >> 31) != 0 ? f.sign : 0;
@@ -116,8 +116,8 @@ LQ_INLINE float round_quotient_bf16(float q) { return float_of(round_bf16_bits(q
 // Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
 inline constexpr float kMagic = 12582912.0f;
 inline constexpr int32_t kMagicBits = 0x4b400000;
-// Where |zero_point| is at most this, the range seen from q, [qmin - zp, qmax - zp], fits the magic addition for codes of
-// at most 16 bits.
+// Where |zero_point| is at most this, the range seen from q, [qmin - zp, qmax - zp], fits the magic addition for codes
+// of at most 16 bits.
 inline constexpr int64_t kMaxFastZeroPoint = (int64_t{1} << 22) - 65536;
 
 // NaN goes to lo: the comparisons, in this order, are also the minimum and maximum instructions of every machine.
@@ -134,12 +134,12 @@ LQ_INLINE int32_t encode_integer(float q, float lo, float hi, int32_t bias) {
 // The same before the zero point is added, as a float, never -0.
 LQ_INLINE float round_clamped(float q, float lo, float hi) { return (clamp(q, lo, hi) + kMagic) - kMagic; }
 
-// x / scale for integer codes, correctly rounded, without a division: one product with the rounded reciprocal z = 1 / scale,
-// corrected by the residual. x is clamped first, to lo * scale and hi * scale, so that nothing overflows and infinities and
-// NaN are gone; the quotient then needs no clamp. The product is within 1.5 units in the last place, the residual is exact
-// (or off by half a unit in its 25th bit), and its correction errs by less than any quotient's distance to a rounding
-// boundary, since no quotient is a midpoint. Quotients below 2^-17 may be off in their last bits, and round to 0 all the
-// same. Holds where `divides_by_product`.
+// x / scale for integer codes, correctly rounded, without a division: one product with the rounded reciprocal z = 1 /
+// scale, corrected by the residual. x is clamped first, to lo * scale and hi * scale, so that nothing overflows and
+// infinities and NaN are gone; the quotient then needs no clamp. The product is within 1.5 units in the last place, the
+// residual is exact (or off by half a unit in its 25th bit), and its correction errs by less than any quotient's
+// distance to a rounding boundary, since no quotient is a midpoint. Quotients below 2^-17 may be off in their last
+// bits, and round to 0 all the same. Holds where `divides_by_product`.
 LQ_INLINE float quotient_by_product(float x, float scale, float z, float lo_scaled, float hi_scaled) {
   const float a = clamp(x, lo_scaled, hi_scaled);
   const float q = a * z;
@@ -156,7 +156,8 @@ namespace exact {
 
 inline constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52
 
-// double to float with the last bit sticky (round to odd): a later rounding to at most 22 bits is then the rounding of v.
+// double to float with the last bit sticky (round to odd): a later rounding to at most 22 bits is then the rounding of
+// v.
 LQ_INLINE float to_odd(double v) {
   const float f = static_cast<float>(v);
   const double back = f;
@@ -194,7 +195,8 @@ LQ_INLINE int64_t encode_integer(double q, int64_t zero_point, int64_t lo, int64
   if (q != q) return lo;
   q = q > kHuge ? kHuge : (q < -kHuge ? -kHuge : q);
   constexpr double kInteger = 4503599627370496.0;  // 2^52: from here on every double is an integer
-  const double r = q >= kInteger || q <= -kInteger ? q : (q < 0 ? (q - kInteger) + kInteger : (q + kInteger) - kInteger);
+  const double r =
+      q >= kInteger || q <= -kInteger ? q : (q < 0 ? (q - kInteger) + kInteger : (q + kInteger) - kInteger);
   const __int128 y = static_cast<__int128>(r) + zero_point;
   return y < lo ? lo : (y > hi ? hi : static_cast<int64_t>(y));
 }

@@ -43,15 +43,15 @@ enum class DataType : int {
 // A binary float format of at most 16 bits, as the conversions in arithmetic.h need it. A code is a magnitude (exponent
 // and mantissa bits) with a sign bit above it.
 struct FloatFormat {
-  int32_t mantissa;     // explicit mantissa bits
-  int32_t exponent;     // exponent of the smallest normal number, biased as in float32
-  uint32_t sign;        // the sign bit
-  uint32_t max;         // magnitude of the largest finite number
-  uint32_t overflow;    // magnitude that stands for everything larger; the same as `max` when saturating
-  uint32_t nan;         // magnitude of NaN
-  uint32_t inf;         // magnitude of infinity, or one that no code has
-  bool negative_zero;   // false (the fnuz formats): the sign bit alone is the one NaN
-  bool signed_nan;      // NaN keeps the sign of what was encoded
+  int32_t mantissa;    // explicit mantissa bits
+  int32_t exponent;    // exponent of the smallest normal number, biased as in float32
+  uint32_t sign;       // the sign bit
+  uint32_t max;        // magnitude of the largest finite number
+  uint32_t overflow;   // magnitude that stands for everything larger; the same as `max` when saturating
+  uint32_t nan;        // magnitude of NaN
+  uint32_t inf;        // magnitude of infinity, or one that no code has
+  bool negative_zero;  // false (the fnuz formats): the sign bit alone is the one NaN
+  bool signed_nan;     // NaN keeps the sign of what was encoded
 
   LQ_INLINE constexpr FloatFormat saturating(bool yes) const {
     FloatFormat f = *this;

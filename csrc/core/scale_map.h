@@ -1,7 +1,7 @@
 // Which scale an element uses, for every granularity, in one form that CPU and CUDA share.
 //
-// A ScaleMap is a nest of loops over x. In each loop, runs of `block` iterations share a scale; from one run to the next
-// the scale moves on by `scale_stride`. So element (i0, i1, ...) has the scale number
+// A ScaleMap is a nest of loops over x. In each loop, runs of `block` iterations share a scale; from one run to the
+// next the scale moves on by `scale_stride`. So element (i0, i1, ...) has the scale number
 //
 //     sum over loops of (i / block) * scale_stride
 //
@@ -21,10 +21,10 @@ namespace linquant {
 
 struct Loop {
   int64_t size;
-  int64_t block;          // >= 1; one run for the whole loop when block >= size
-  int64_t x_stride;       // in elements; for packed codes in codes, rows padded to whole bytes
-  int64_t y_stride;       // likewise
-  int64_t scale_stride;   // 0 where the whole loop shares a scale
+  int64_t block;         // >= 1; one run for the whole loop when block >= size
+  int64_t x_stride;      // in elements; for packed codes in codes, rows padded to whole bytes
+  int64_t y_stride;      // likewise
+  int64_t scale_stride;  // 0 where the whole loop shares a scale
 
   bool constant() const { return scale_stride == 0 || block >= size; }
 };

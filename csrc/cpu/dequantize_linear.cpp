@@ -57,9 +57,9 @@ Tensor dequantize_linear(const Tensor& x, const Tensor& scale, const std::option
              std::nullopt);
 }
 
-Tensor dequantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
-                             const std::vector<int64_t>& block_size, int64_t output_dtype, int64_t x_dtype,
-                             std::optional<int64_t> packed_size, const Tensor& out) {
+Tensor dequantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point,
+                             int64_t axis, const std::vector<int64_t>& block_size, int64_t output_dtype,
+                             int64_t x_dtype, std::optional<int64_t> packed_size, const Tensor& out) {
   return run({"dequantize_linear", x, scale, zero_point, axis, block_size, output_dtype, x_dtype, packed_size}, out);
 }
 

@@ -1,5 +1,6 @@
-// Walks a ScaleMap: splits it into row pieces, shares them among threads, folds scale and zero point into constants, and
-// calls an engine's row kernel on each piece. Results do not depend on how it splits: every element is computed alone.
+// Walks a ScaleMap: splits it into row pieces, shares them among threads, folds scale and zero point into constants,
+// and calls an engine's row kernel on each piece. Results do not depend on how it splits: every element is computed
+// alone.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,15 +19,15 @@ inline constexpr int64_t kPiece = 16384;     // elements of a piece where the co
 // How rows are walked: the innermost loop, cut into pieces, inside all others.
 struct Walk {
   Step step;
-  int64_t n;        // elements of a row
-  int64_t block;    // elements that share constants
-  int64_t period;   // constants repeat after so many elements: rows of a few elements joined into one; n if they do not
+  int64_t n;       // elements of a row
+  int64_t block;   // elements that share constants
+  int64_t period;  // constants repeat after so many elements: rows of a few elements joined into one; n if they do not
   int64_t piece;
-  int64_t pieces;   // in a row
+  int64_t pieces;  // in a row
   int64_t rows;
-  int64_t grain;    // pieces that are worth a thread
+  int64_t grain;  // pieces that are worth a thread
   int64_t x_stride, scale_stride;
-  ScaleMap outer;   // the loops around a row
+  ScaleMap outer;  // the loops around a row
 };
 
 // `any_block`: the engine takes any block length at any position, as the exact one does.

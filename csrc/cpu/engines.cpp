@@ -40,8 +40,8 @@ void with_integer(DataType type, const void* p, const F& f) {
   }
 }
 
-// Calls f(j, number) for the scale numbers of the first `count` runs. The common stride is a loop of its own, which compilers
-// vectorise.
+// Calls f(j, number) for the scale numbers of the first `count` runs. The common stride is a loop of its own, which
+// compilers vectorise.
 template <class F>
 LQ_INLINE void for_runs(const Runs& r, int64_t count, const F& f) {
   if (r.stride == 1) {
@@ -54,8 +54,8 @@ LQ_INLINE void for_runs(const Runs& r, int64_t count, const F& f) {
 // Only float4 codes have a zero point that counts.
 bool float_zero_point(const Spec& s) { return s.code->bits == 4 && s.parameters.zero_point; }
 
-// Spreads values of runs over their elements, in place and from the end: a[j] for j in [0, n) becomes the value of the run
-// that element j is in, where the first run has lost `skip` elements.
+// Spreads values of runs over their elements, in place and from the end: a[j] for j in [0, n) becomes the value of the
+// run that element j is in, where the first run has lost `skip` elements.
 template <class T>
 void spread(T* a, int64_t block, int64_t skip, int64_t runs, int64_t n) {
   for (int64_t r = runs; r-- > 0;) {
@@ -87,8 +87,7 @@ int64_t largest_zero_point(const Parameters& p, int64_t count) {
 
 // --- fast ------------------------------------------------------------------------------------------------------------
 
-FastEngine::FastEngine(const Spec& spec)
-    : spec_(spec), folded_{scale_, multiplier_, lo_, hi_, offset_, bias_} {}
+FastEngine::FastEngine(const Spec& spec) : spec_(spec), folded_{scale_, multiplier_, lo_, hi_, offset_, bias_} {}
 
 void FastEngine::fold(const Runs& r, const Walk& w) {
   const Spec& s = spec_;
@@ -366,7 +365,10 @@ const RowKernel* find_kernels(Op op, const QuantizeSpec& q, bool packed, DataTyp
   } else if (q.code->is_float) {
     found = kernels->quantize[input][quotient][packed ? kFloat4 : kFloat8];
   } else {
-    const Codes codes = q.code->bits == 16 ? kInteger16 : !packed ? kInteger8 : q.code->bits == 4 ? kInteger4 : kInteger2;
+    const Codes codes = q.code->bits == 16  ? kInteger16
+                        : !packed           ? kInteger8
+                        : q.code->bits == 4 ? kInteger4
+                                            : kInteger2;
     found = kernels->quantize[input][quotient][codes];
   }
   return found[kBlock] ? found : nullptr;

@@ -20,7 +20,7 @@ const Kernels* active_kernels();
 struct Parameters {
   const void* scale;
   DataType scale_type;
-  const void* zero_point;      // null: absent
+  const void* zero_point;  // null: absent
   DataType zero_point_type;
 };
 
@@ -28,7 +28,8 @@ struct Parameters {
 class ParameterTensors {
  public:
   ParameterTensors(const Tensor& scale, const std::optional<Tensor>& zero_point)
-      : scale_(row_major(scale)), zero_point_(zero_point ? std::optional<Tensor>(row_major(*zero_point)) : std::nullopt) {}
+      : scale_(row_major(scale)),
+        zero_point_(zero_point ? std::optional<Tensor>(row_major(*zero_point)) : std::nullopt) {}
   Parameters get() const {
     return {scale_.const_data_ptr(), type_of(scale_), zero_point_ ? zero_point_->const_data_ptr() : nullptr,
             zero_point_ ? type_of(*zero_point_) : DataType::kNone};
@@ -52,14 +53,14 @@ struct Spec {
   FloatFormat format;
   int64_t qmin, qmax;
   Arithmetic arithmetic;
-  DataType x, y;          // of values; the codes' side is `code`
+  DataType x, y;  // of values; the codes' side is `code`
   DataType precision;
-  DataType between;       // fake quantize: the type that the dequantized value is rounded to before x's
+  DataType between;  // fake quantize: the type that the dequantized value is rounded to before x's
   bool wide;
   bool packed;
-  uint32_t mask, flip;                    // how a byte or word of integer codes is read
-  const RowKernel* kernels;               // of the fast engine, by Step; null: the exact engine
-  const RowKernel* corrected;             // the same by corrected products, for scales that allow it; or null
+  uint32_t mask, flip;         // how a byte or word of integer codes is read
+  const RowKernel* kernels;    // of the fast engine, by Step; null: the exact engine
+  const RowKernel* corrected;  // the same by corrected products, for scales that allow it; or null
 };
 
 class FastEngine {
@@ -77,8 +78,8 @@ class FastEngine {
   bool corrected_ = false;  // the folded constants are for `corrected`
   Folded folded_;
   // Uninitialised on purpose: only what is folded is read, or lies in a tile's unused part.
-  alignas(64) float scale_[kConstants + kTile], multiplier_[kConstants + kTile], lo_[kConstants + kTile],
-      hi_[kConstants + kTile], offset_[kConstants + kTile];
+  alignas(64) float scale_[kConstants + kTile],
+      multiplier_[kConstants + kTile], lo_[kConstants + kTile], hi_[kConstants + kTile], offset_[kConstants + kTile];
   alignas(64) int32_t bias_[kConstants + kTile];
 };
 
@@ -92,8 +93,8 @@ class ExactEngine {
  private:
   const Spec& spec_;
   double scale_[kConstants + 1];
-  int64_t zero_point_[kConstants + 1];   // of integer codes
-  double offset_[kConstants + 1];        // of float codes
+  int64_t zero_point_[kConstants + 1];  // of integer codes
+  double offset_[kConstants + 1];       // of float codes
 };
 
 // The spec of quantize_linear or fake_quantize_linear, its kernels chosen.

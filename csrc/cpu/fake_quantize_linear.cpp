@@ -23,8 +23,8 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
 }
 
 Tensor fake_quantize_linear(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
-                            const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
-                            std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
+                            const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate,
+                            int64_t precision, std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
                             const std::string& arithmetic) {
   return run({"fake_quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision,
               quant_min, quant_max, arithmetic, false},
@@ -32,9 +32,9 @@ Tensor fake_quantize_linear(const Tensor& x, const Tensor& scale, const std::opt
 }
 
 Tensor fake_quantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point,
-                                int64_t axis, const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate,
-                                int64_t precision, std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
-                                const std::string& arithmetic, const Tensor& out) {
+                                int64_t axis, const std::vector<int64_t>& block_size, int64_t output_dtype,
+                                bool saturate, int64_t precision, std::optional<int64_t> quant_min,
+                                std::optional<int64_t> quant_max, const std::string& arithmetic, const Tensor& out) {
   return run({"fake_quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision,
               quant_min, quant_max, arithmetic, false},
              out);

@@ -31,8 +31,8 @@ Result min_max(const Tensor& x, std::optional<int64_t> axis, const std::vector<i
   return run(x, axis, block_size, std::nullopt, std::nullopt);
 }
 
-Result min_max_out(const Tensor& x, std::optional<int64_t> axis, const std::vector<int64_t>& block_size, const Tensor& r_min,
-                   const Tensor& r_max) {
+Result min_max_out(const Tensor& x, std::optional<int64_t> axis, const std::vector<int64_t>& block_size,
+                   const Tensor& r_min, const Tensor& r_max) {
   return run(x, axis, block_size, r_min, r_max);
 }
 

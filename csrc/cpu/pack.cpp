@@ -39,8 +39,8 @@ Tensor pack_into(const Tensor& x, int64_t x_dtype, const std::optional<Tensor>& 
   y.apart_from("pack", "out", x, "x");
   if (x.numel() != 0) {
     const ScaleMap map = make_map("pack", sizes, strides_of(x), contiguous_strides(sizes, per_byte), one_scale(sizes));
-    run<CopyEngine>(CopySpec{kernels().pack[per_byte / 4], 0, 0}, map, x.const_data_ptr(), y.tensor().mutable_data_ptr(),
-                    8, code.bits);
+    run<CopyEngine>(CopySpec{kernels().pack[per_byte / 4], 0, 0}, map, x.const_data_ptr(),
+                    y.tensor().mutable_data_ptr(), 8, code.bits);
   }
   return y.finish();
 }
@@ -54,8 +54,8 @@ Tensor unpack_into(const Tensor& x, int64_t x_dtype, std::optional<int64_t> pack
   y.apart_from("unpack", "out", x, "x");
   if (y.tensor().numel() != 0) {
     const Tensor packed = row_major(x);
-    const ScaleMap map =
-        make_map("unpack", sizes, contiguous_strides(sizes, per_byte), contiguous_strides(sizes), one_scale(sizes), true);
+    const ScaleMap map = make_map("unpack", sizes, contiguous_strides(sizes, per_byte), contiguous_strides(sizes),
+                                  one_scale(sizes), true);
     const uint32_t flip = code.is_signed() ? 1u << (code.bits - 1) : 0;
     run<CopyEngine>(CopySpec{kernels().unpack[per_byte / 4], (1u << code.bits) - 1, flip}, map, packed.const_data_ptr(),
                     y.tensor().mutable_data_ptr(), code.bits, 8);

@@ -11,9 +11,8 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
   const Granularity g = resolve_granularity(a.op, sizes, a.scale, a.zero_point, a.axis, a.block_size);
   const CodeType& code = *checked.code;
   const int per_byte = a.packed ? 8 / code.bits : 1;
-  const Output y = a.packed
-                       ? Output::contiguous(a.op, "out", a.x, packed_sizes(sizes, per_byte), DataType::kUInt8, out)
-                       : Output::like(a.op, "out", a.x, storage_type(code), out);
+  const Output y = a.packed ? Output::contiguous(a.op, "out", a.x, packed_sizes(sizes, per_byte), DataType::kUInt8, out)
+                            : Output::like(a.op, "out", a.x, storage_type(code), out);
   y.apart_from(a.op, "out", a.x, "x").apart_from(a.op, "out", a.scale, "scale");
   if (a.zero_point) y.apart_from(a.op, "out", *a.zero_point, "zero_point");
   if (a.x.numel() != 0) {
@@ -28,16 +27,16 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
 
 Tensor quantize_linear(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
                        const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
-                       std::optional<int64_t> quant_min, std::optional<int64_t> quant_max, const std::string& arithmetic,
-                       bool packed) {
+                       std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
+                       const std::string& arithmetic, bool packed) {
   return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
               quant_max, arithmetic, packed},
              std::nullopt);
 }
 
 Tensor quantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
-                           const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
-                           std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
+                           const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate,
+                           int64_t precision, std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
                            const std::string& arithmetic, bool packed, const Tensor& out) {
   return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
               quant_max, arithmetic, packed},

@@ -30,8 +30,8 @@ struct DoubleRange {
 
 // One slice of the work, by one thread.
 template <class T, class Reduce, class Accumulate>
-void reduce_map(const ScaleMap& map, const char* x, int bytes, const Reduce& reduce, const Accumulate& accumulate, T* lo,
-                T* hi) {
+void reduce_map(const ScaleMap& map, const char* x, int bytes, const Reduce& reduce, const Accumulate& accumulate,
+                T* lo, T* hi) {
   ScaleMap outer = map;
   const Loop inner = outer.loop[--outer.count];
   int64_t rows = 1;
@@ -76,8 +76,8 @@ ScaleMap slice(const ScaleMap& map, int loop, int64_t begin, int64_t end, int64_
 }
 
 template <class T, class Reduce, class Accumulate>
-void share(const ScaleMap& map, const char* x, int bytes, const Reduce& reduce, const Accumulate& accumulate, T* lo, T* hi,
-           int64_t count) {
+void share(const ScaleMap& map, const char* x, int bytes, const Reduce& reduce, const Accumulate& accumulate, T* lo,
+           T* hi, int64_t count) {
   int64_t total = 1;
   int longest = 0, separate = -1;  // the longest loop; the one with the most runs whose scales no other run has
   const auto runs = [](const Loop& l) { return (l.size + l.block - 1) / l.block; };
@@ -104,18 +104,19 @@ void share(const ScaleMap& map, const char* x, int bytes, const Reduce& reduce, 
     const int64_t block = l.constant() ? 1 : l.block;
     const int64_t units = (l.size + block - 1) / block;
     std::mutex mutex;
-    torch::stable::parallel_for(0, units, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, total / units)),
-                                [&](int64_t begin, int64_t end) {
-      std::vector<T> own_lo(count, std::numeric_limits<T>::infinity()), own_hi(count, -std::numeric_limits<T>::infinity());
-      int64_t dx, ds;
-      const ScaleMap part = slice(map, longest, begin * block, std::min(end * block, l.size), dx, ds);
-      reduce_map(part, x + dx * bytes, bytes, reduce, accumulate, own_lo.data() + ds, own_hi.data() + ds);
-      const std::lock_guard<std::mutex> lock(mutex);
-      for (int64_t i = 0; i < count; ++i) {
-        lo[i] = own_lo[i] < lo[i] ? own_lo[i] : lo[i];
-        hi[i] = own_hi[i] > hi[i] ? own_hi[i] : hi[i];
-      }
-    });
+    torch::stable::parallel_for(
+        0, units, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, total / units)), [&](int64_t begin, int64_t end) {
+          std::vector<T> own_lo(count, std::numeric_limits<T>::infinity()),
+              own_hi(count, -std::numeric_limits<T>::infinity());
+          int64_t dx, ds;
+          const ScaleMap part = slice(map, longest, begin * block, std::min(end * block, l.size), dx, ds);
+          reduce_map(part, x + dx * bytes, bytes, reduce, accumulate, own_lo.data() + ds, own_hi.data() + ds);
+          const std::lock_guard<std::mutex> lock(mutex);
+          for (int64_t i = 0; i < count; ++i) {
+            lo[i] = own_lo[i] < lo[i] ? own_lo[i] : lo[i];
+            hi[i] = own_hi[i] > hi[i] ? own_hi[i] : hi[i];
+          }
+        });
   }
   for (int64_t i = 0; i < count; ++i) lo[i] += T(0), hi[i] += T(0);
 }
@@ -138,7 +139,8 @@ void find_range(const ScaleMap& map, const void* x, DataType x_type, bool finite
     start(l, h);
     if (empty) return;
     share(
-        map, p, 8, [finite](const void* v, int64_t n, double* a, double* b) { DoubleRange::reduce(v, n, finite, a, b); },
+        map, p, 8,
+        [finite](const void* v, int64_t n, double* a, double* b) { DoubleRange::reduce(v, n, finite, a, b); },
         [finite](const void* v, int64_t n, double* a, double* b) { DoubleRange::accumulate(v, n, finite, a, b); }, l, h,
         count);
     return;

@@ -30,8 +30,8 @@ struct Folded {
   const float* multiplier;  // the scale itself
   const float* lo;          // clamp bounds of the quotient; of x where the product is corrected
   const float* hi;
-  const float* offset;      // added to the quotient (onednn, float4), or to the code's value (dequantize float4)
-  const int32_t* bias;      // zero_point - kMagicBits; plain zero_point in dequantize
+  const float* offset;  // added to the quotient (onednn, float4), or to the code's value (dequantize float4)
+  const int32_t* bias;  // zero_point - kMagicBits; plain zero_point in dequantize
 
   Folded at(int64_t i) const { return {scale + i, multiplier + i, lo + i, hi + i, offset + i, bias + i}; }
 };
@@ -50,8 +50,8 @@ using RowKernel = void (*)(const Row&);
 using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi);
 
 enum Input { kF32, kF16, kBF16, kI32, kInputs };
-// P = float32, float16, bfloat16 by division; float32 by a corrected product (kBlock only: elsewhere it gains nothing); the
-// product with the reciprocal.
+// P = float32, float16, bfloat16 by division; float32 by a corrected product (kBlock only: elsewhere it gains nothing);
+// the product with the reciprocal.
 enum Quotient { kDivide, kDivideF16, kDivideBF16, kCorrected, kMultiply, kQuotients };
 enum Codes { kInteger8, kInteger16, kInteger4, kInteger2, kFloat8, kFloat4, kCodes };  // 4 and 2 bits: packed
 
@@ -66,7 +66,7 @@ struct Kernels {
   // (code - zero point) * scale. Integers read scale, bias; floats scale, offset. Output types: the first three Inputs.
   RowKernel dequantize[kCodes][kBF16 + 1][kSteps];
   // Bytes to packed and back (mask, flip).
-  RowKernel pack[2];    // 4 bits, 2 bits
+  RowKernel pack[2];  // 4 bits, 2 bits
   RowKernel unpack[2];
   // Takes n elements of x into a range: one range for all, or one for each. Second index: infinities are left out.
   RangeKernel reduce[kInputs][2];

@@ -1,5 +1,5 @@
-// Which row kernels run: chosen once by what the CPU has and by ATEN_CPU_CAPABILITY, as PyTorch's own kernels are. The op
-// linquant::_cpu_variant changes it, for tests and benchmarks.
+// Which row kernels run: chosen once by what the CPU has and by ATEN_CPU_CAPABILITY, as PyTorch's own kernels are. The
+// op linquant::_cpu_variant changes it, for tests and benchmarks.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
@@ -41,9 +41,10 @@ std::atomic<int64_t>& current() {
 int64_t cpu_variant(int64_t variant) {
   if (variant != -1) {
     if (!has(variant))
-      throw std::runtime_error("_cpu_variant: variant must be 0 (exact), 1 (baseline), 2 (AVX2) or 3 (AVX-512) and one "
-                               "that this CPU has, but got " +
-                               std::to_string(variant) + ".");
+      throw std::runtime_error(
+          "_cpu_variant: variant must be 0 (exact), 1 (baseline), 2 (AVX2) or 3 (AVX-512) and one "
+          "that this CPU has, but got " +
+          std::to_string(variant) + ".");
     current() = variant;
   }
   return current();
