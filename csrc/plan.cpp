@@ -443,8 +443,8 @@ DequantizeSpec check_dequantize(const DequantizeArguments& a) {
   const bool bytes = t == DataType::kUInt8 || t == DataType::kInt8;
   const CodeType* code = a.x_dtype == 0 ? own : find_code_type(a.x_dtype);
   if (bytes && (!code || code->bits > 8))
-    fail(a.op, ": x_dtype must be 0 or the number of a type of at most 8 bits that a ", name_of(a.x),
-         " tensor can hold, but got ", a.x_dtype, ".");
+    fail(a.op, ": x_dtype must be 0 or the number of a type of at most 8 bits where x is ", name_of(a.x), ", but got ",
+         a.x_dtype, ".");
   if (!bytes && code != own)
     fail(a.op, ": x_dtype must be 0 or ", number(t), " (", name_of(a.x), ", the type of x), but got ", a.x_dtype, ".");
   check_zero_point_type(a.op, *code, a.zero_point);

@@ -31,7 +31,7 @@ STABLE_TORCH_LIBRARY(linquant, m) {
   def(m, "fake_quantize_linear", kQuantizeArguments);
   def(m, "dequantize_linear",
       "Tensor x, Tensor scale, Tensor? zero_point=None, *, int axis=1, int[1] block_size=0, int output_dtype=0, "
-      "int x_dtype=0, int? packed_size=None");
+      "int x_dtype=0, SymInt? packed_size=None");
   def(m, "dynamic_quantize_linear",
       "Tensor x, *, int? axis=None, int[1] block_size=0, int output_dtype=2, bool symmetric=False",
       "(Tensor y, Tensor scale, Tensor zero_point)", "Tensor(a!) y, Tensor(b!) scale, Tensor(c!) zero_point",
@@ -39,7 +39,7 @@ STABLE_TORCH_LIBRARY(linquant, m) {
   def(m, "min_max", "Tensor x, *, int? axis=None, int[1] block_size=0", "(Tensor r_min, Tensor r_max)",
       "Tensor(a!) r_min, Tensor(b!) r_max", "(Tensor(a!), Tensor(b!))");
   def(m, "pack", "Tensor x, *, int x_dtype");
-  def(m, "unpack", "Tensor x, *, int x_dtype, int? packed_size=None");
+  def(m, "unpack", "Tensor x, *, int x_dtype, SymInt? packed_size=None");
 
   // For tests and benchmarks: asks (-1) or sets which CPU kernels run. 0 general, 1 baseline, 2 AVX2, 3 AVX-512.
   m.def("_cpu_variant(int variant=-1) -> int");

@@ -150,7 +150,7 @@ def _code_type(op: str, x: Tensor, x_dtype: int) -> QuantDtype:
     if x.dtype in _BYTES:
         if code is None or code.bits > 8:
             _fail(
-                f"{op}: x_dtype must be 0 or the number of a type of at most 8 bits that a {name} tensor can hold, "
+                f"{op}: x_dtype must be 0 or the number of a type of at most 8 bits where x is {name}, "
                 f"but got {x_dtype}."
             )
     elif code is not own:

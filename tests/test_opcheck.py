@@ -1,0 +1,111 @@
+"""PyTorch's own checks of every op over every sample: schema, fake kernels, dispatch, dynamic shapes, .out overloads."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_linquant  # noqa: F401
+from samples import Sample, all_samples
+
+SAMPLES = [pytest.param(sample, id=f"{sample.op}-{sample.id}") for sample in all_samples()]
+OUT_NAMES = {
+    "dynamic_quantize_linear": ("y", "scale", "zero_point"),
+    "min_max": ("r_min", "r_max"),
+}
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_same(got, want):
+    for a, b in zip(as_tuple(got), as_tuple(want), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+
+
+def row_major(t):
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_opcheck(sample: Sample):
+    op = getattr(torch.ops.linquant, sample.op).default
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(a, torch.Tensor) and "float8" in str(a.dtype) for a in sample.args):
+        tests.remove("test_schema")  # it compares its inputs by arithmetic that PyTorch lacks for float8
+    torch.library.opcheck(op, sample.args, sample.kwargs, test_utils=tests)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_fake_and_meta_match(sample: Sample):
+    want = as_tuple(sample())
+    op = getattr(torch.ops.linquant, sample.op)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in sample.args]
+        fake = as_tuple(op(*fakes, **sample.kwargs))
+    metas = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in sample.args]
+    for got in (fake, as_tuple(op(*metas, **sample.kwargs))):
+        for a, b in zip(got, want, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_out_overload(sample: Sample):
+    want = as_tuple(sample())
+    op = getattr(torch.ops.linquant, sample.op).out
+    names = OUT_NAMES.get(sample.op, ("out",))
+    # Memory with gaps, and dense memory of the result's layout.
+    gaps = [torch.zeros((*w.shape, 2), dtype=w.dtype)[..., 0] for w in want]
+    dense = [torch.zeros_like(w) for w in want]
+    for outs in (gaps, dense):
+        results = as_tuple(op(*sample.args, **sample.kwargs, **dict(zip(names, outs, strict=True))))
+        assert all(a is b for a, b in zip(results, outs, strict=True))
+        assert_same(tuple(map(row_major, outs)), tuple(map(row_major, want)))
+
+
+@pytest.mark.parametrize("op", ["quantize_linear", "fake_quantize_linear", "dequantize_linear"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_break_or_recompile(op, dynamic):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    scale, zero_point = torch.rand(6) + 0.1, torch.zeros(6, dtype=torch.int8)
+
+    def function(x):
+        return getattr(torch_linquant, op)(x, scale, zero_point, axis=1)
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic)
+    for batch in (4, 7, 9, 12):
+        x = torch.randn(batch, 6) * 10
+        x = x.to(torch.int8) if op == "dequantize_linear" else x
+        assert_same(compiled(x), function(x))
+    assert counter.frame_count <= (2 if dynamic is None else 1)
+
+
+def test_compiles_blocked_and_packed_over_sizes():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def function(x, scale):
+        q = torch_linquant.quantize_linear(x, scale, dtype="int4", block_size=32, packed=True)
+        return torch_linquant.dequantize_linear(q, scale, x_dtype="int4", block_size=32, packed_size=x.size(1))
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+    for columns in (70, 96, 101, 64):
+        x, scale = torch.randn(4, columns), torch.rand(4, -(-columns // 32)) + 0.1
+        assert_same(compiled(x, scale), function(x, scale))
+    assert counter.frame_count == 1
+
+
+def test_inductor_equals_eager():
+    torch._dynamo.reset()
+    x, scale = torch.randn(8, 33) * 10, torch.rand(33) + 0.1
+
+    def function(x):
+        y = torch.relu(x)
+        return torch_linquant.fake_quantize_linear(y, scale, dtype="int8"), torch_linquant.quantize_tensor(y, "uint8")
+
+    want, got = function(x), torch.compile(function, fullgraph=True)(x)
+    assert_same(got[0], want[0])
+    assert_same(got[1], want[1])
