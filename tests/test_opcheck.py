@@ -1,4 +1,4 @@
-"""PyTorch's own checks of every op over every sample: schema, fake kernels, dispatch, dynamic shapes, .out overloads."""
+"""PyTorch's own checks of every op over every sample: schema, fake kernels, dynamic shapes, .out overloads, compile."""
 
 import pytest
 import torch
