@@ -10,6 +10,7 @@ compilation) done before. See workers.py for how they are kept from disturbing e
 """
 
 import ctypes
+import importlib.metadata
 import warnings
 from pathlib import Path
 
@@ -88,19 +89,17 @@ class Linquant(Torch):
         import torch_linquant
 
         self.package, self.ops = torch_linquant, self.torch.ops.linquant
-        if not hasattr(self.ops, "quantize_linear"):  # a tree whose Python part is not there yet
-            self.torch.ops.load_library(ROOT / "torch_linquant" / "_C.so")
 
     def about(self):
-        version = getattr(self.package, "__version__", "unknown")
+        version = importlib.metadata.version("torch_linquant")
         return super().about() | {"torch_linquant": version, "variant": VARIANTS[self.ops._cpu_variant()]}
 
     def both(self, row, name: str, outs: tuple[str, ...], *args, **options):
         """The call with and without buffers, of the op `name` or of the function of that name."""
         if row.function:
             function = getattr(self.package, name)
-            options["dtype"] = self.dtype(row.y)
-            del options["output_dtype"]
+            if options.pop("output_dtype", None):
+                options["dtype"] = self.dtype(row.y)
             return self.with_out(
                 lambda: function(*args, **options), lambda buffers: function(*args, **options, out=buffers[0])
             )
@@ -115,12 +114,17 @@ class Linquant(Torch):
         options = {} if row.grain.axis is None else {"axis": row.grain.axis}
         return options | ({"block_size": [row.grain.block]} if row.grain.block else {})
 
+    def codes(self, row, zero_point) -> dict:
+        """The argument that says the type of the codes, where zero_point does not."""
+        said = zero_point is not None and not row.packed and zero_point.dtype == self.dtype(row.y)
+        return {} if said else {"output_dtype": TYPES[row.y].onnx}
+
     def quantize(self, row, shape, x, scale, zero_point):
-        options = self.grain(row) | {"output_dtype": TYPES[row.y].onnx} | ({"packed": True} if row.packed else {})
+        options = self.grain(row) | self.codes(row, zero_point) | ({"packed": True} if row.packed else {})
         return self.both(row, "quantize_linear", ("out",), x, scale, zero_point, **options)
 
     def fake_quantize(self, row, shape, x, scale, zero_point):
-        options = self.grain(row) | {"output_dtype": TYPES[row.y].onnx}
+        options = self.grain(row) | self.codes(row, zero_point)
         return self.both(row, "fake_quantize_linear", ("out",), x, scale, zero_point, **options)
 
     def dequantize(self, row, shape, x, scale, zero_point):

@@ -584,35 +584,23 @@ void check_out(const char* op, const char* name, const Tensor& on, const Sizes& 
 
 Output Output::like(const char* op, const char* name, const Tensor& like, DataType type,
                     const std::optional<Tensor>& out) {
-  Output o;
   const Sizes sizes = sizes_of(like);
   if (out) {
     check_out(op, name, like, sizes, type, *out);
-    o.out_ = out;
-    if (is_dense(sizes, strides_of(*out))) {
-      o.tensor_ = *out;
-      return o;
-    }
+    if (is_dense(sizes, strides_of(*out))) return {*out, out};
   }
   Sizes strides = strides_of(like);
   if (!like.is_contiguous() && !is_dense(sizes, strides)) strides = empty_like_strides(like);
-  o.tensor_ = empty(sizes, strides, type, like);
-  return o;
+  return {empty(sizes, strides, type, like), out};
 }
 
 Output Output::contiguous(const char* op, const char* name, const Tensor& device, const Sizes& sizes, DataType type,
                           const std::optional<Tensor>& out) {
-  Output o;
   if (out) {
     check_out(op, name, device, sizes, type, *out);
-    o.out_ = out;
-    if (out->is_contiguous()) {
-      o.tensor_ = *out;
-      return o;
-    }
+    if (out->is_contiguous()) return {*out, out};
   }
-  o.tensor_ = empty(sizes, contiguous_strides(sizes), type, device);
-  return o;
+  return {empty(sizes, contiguous_strides(sizes), type, device), out};
 }
 
 const Output& Output::apart_from(const char* op, const char* name, const Tensor& input, const char* input_name,

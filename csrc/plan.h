@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/formats.h"
@@ -168,6 +169,8 @@ class Output {
   Tensor finish() const;
 
  private:
+  Output(Tensor tensor, const std::optional<Tensor>& out) : tensor_(std::move(tensor)), out_(out) {}
+
   Tensor tensor_;
   std::optional<Tensor> out_;
 };

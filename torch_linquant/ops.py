@@ -35,12 +35,34 @@ def _number(dtype: "QuantDtype | torch.dtype | str | None") -> int:
     return 0 if dtype is None else resolve(dtype).number
 
 
-def _lengths(block_size: int | Sequence[int]) -> Sequence[int]:
-    return [block_size] if isinstance(block_size, int | torch.SymInt) else block_size
+def _defaults(op: Any) -> dict[str, Any]:
+    arguments = op.default._schema.arguments
+    return {a.name: a.default_value for a in arguments if a.has_default_value()} | {"block_size": 0}
 
 
-def _call(op: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
-    """The op, or its .out overload where there is something to write into."""
+# What each op takes for granted, read from its schema.
+_DEFAULTS = {
+    name: _defaults(getattr(_ops, name))
+    for name in (
+        "quantize_linear",
+        "dequantize_linear",
+        "fake_quantize_linear",
+        "dynamic_quantize_linear",
+        "min_max",
+        "pack",
+        "unpack",
+    )
+}
+
+
+def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an op, or its .out overload where there is something to write into.
+
+    Arguments that the op takes for granted are left out: each one handed over costs a call as much as a small kernel.
+    """
+    defaults = _DEFAULTS[name]
+    kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key]}
+    op = getattr(_ops, name)
     if out is None:
         return op(*args, **kwargs)
     return op.out(*args, **kwargs, **(out if isinstance(out, dict) else {"out": out}))
@@ -131,13 +153,13 @@ def quantize_linear(
     tensor([2, 2, 4, 0], dtype=torch.uint8)
     """
     return _call(
-        _ops.quantize_linear,
+        "quantize_linear",
         out,
         x,
         scale,
         zero_point,
         axis=axis,
-        block_size=_lengths(block_size),
+        block_size=block_size,
         output_dtype=_number(dtype),
         saturate=saturate,
         precision=float_number("precision", precision),
@@ -190,13 +212,13 @@ def dequantize_linear(
     tensor([[ 1.,  2., 30.]])
     """
     return _call(
-        _ops.dequantize_linear,
+        "dequantize_linear",
         out,
         x,
         scale,
         zero_point,
         axis=axis,
-        block_size=_lengths(block_size),
+        block_size=block_size,
         output_dtype=float_number("dtype", dtype),
         x_dtype=_number(x_dtype),
         packed_size=packed_size,
@@ -228,13 +250,13 @@ def fake_quantize_linear(
     tensor([0.0000, 0.2500, 1.0000, 1.7500])
     """
     return _call(
-        _ops.fake_quantize_linear,
+        "fake_quantize_linear",
         out,
         x,
         scale,
         zero_point,
         axis=axis,
-        block_size=_lengths(block_size),
+        block_size=block_size,
         output_dtype=_number(dtype),
         saturate=saturate,
         precision=float_number("precision", precision),
@@ -284,11 +306,11 @@ def dynamic_quantize_linear(
     """
     outs = None if out is None else dict(zip(("y", "scale", "zero_point"), out, strict=True))
     return _call(
-        _ops.dynamic_quantize_linear,
+        "dynamic_quantize_linear",
         outs,
         x,
         axis=axis,
-        block_size=_lengths(block_size),
+        block_size=block_size,
         output_dtype=_number(dtype),
         symmetric=symmetric,
     )
@@ -398,7 +420,7 @@ def min_max(
     (tensor([-3.,  4.]), tensor([1., 5.]))
     """
     outs = None if out is None else dict(zip(("r_min", "r_max"), out, strict=True))
-    return _call(_ops.min_max, outs, x, axis=axis, block_size=_lengths(block_size))
+    return _call("min_max", outs, x, axis=axis, block_size=block_size)
 
 
 def pack(x: Tensor, dtype: "QuantDtype | torch.dtype | str", *, out: Tensor | None = None) -> Tensor:
@@ -420,7 +442,7 @@ def pack(x: Tensor, dtype: "QuantDtype | torch.dtype | str", *, out: Tensor | No
     >>> pack(torch.tensor([1, -1, 7], dtype=torch.int8), "int4")
     tensor([241,   7], dtype=torch.uint8)
     """
-    return _call(_ops.pack, out, x, x_dtype=_number(dtype))
+    return _call("pack", out, x, x_dtype=_number(dtype))
 
 
 def unpack(
@@ -446,4 +468,4 @@ def unpack(
     >>> unpack(torch.tensor([241, 7], dtype=torch.uint8), "int4", 3)
     tensor([ 1, -1,  7], dtype=torch.int8)
     """
-    return _call(_ops.unpack, out, x, x_dtype=_number(dtype), packed_size=packed_size)
+    return _call("unpack", out, x, x_dtype=_number(dtype), packed_size=packed_size)
