@@ -524,7 +524,9 @@ Granularity resolve_granularity(const char* op, const Sizes& x_sizes, const Tens
     fail(op, ": scale must have one element, one dimension or the ", rank, " dimensions of x, but got shape ",
          Shape{scale_sizes}, ".");
   }
-  if (zero_point && sizes_of(*zero_point) != scale_sizes)
+  // ONNX gives a scalar scale and a zero point of one element, or the other way round.
+  const bool one_each = scale.numel() == 1 && zero_point && zero_point->numel() == 1;
+  if (zero_point && !one_each && sizes_of(*zero_point) != scale_sizes)
     fail(op, ": zero_point must have scale's shape ", Shape{scale_sizes}, ", but got shape ",
          Shape{sizes_of(*zero_point)}, ".");
   return g;

@@ -247,7 +247,8 @@ def _check_granularity(
             f"{op}: scale must have one element, one dimension or the {len(x_sizes)} dimensions of x, "
             f"but got shape {shape}."
         )
-    if zero_point is not None:
+    # ONNX gives a scalar scale and a zero point of one element, or the other way round.
+    if zero_point is not None and not (guard_or_false(scale.numel() == 1) and guard_or_false(zero_point.numel() == 1)):
         _check_sizes(
             zero_point.shape,
             shape,

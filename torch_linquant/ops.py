@@ -13,8 +13,9 @@ The shape of `scale` says which elements share one. For x of shape [O, I]:
     [ceil(O/B0), ...]      N-D blocks, `block_size=[B0, B1]`: one length for each dimension, 0 for the whole dimension
     [O, 1] or [1, I]       size 1 in the dimensions that share a scale (per token; oneDNN's mask)
 
-`zero_point` has the shape of `scale`. Any layout of x is taken without a copy, and a dense one is kept, as
-torch.empty_like keeps it. No value of a tensor is checked, so no call waits for a device.
+`zero_point` has the shape of `scale` (any shape of one element, where scale has one). Any layout of x is taken without
+a copy, and a dense one is kept, as torch.empty_like keeps it. No value of a tensor is checked, so no call waits for a
+device.
 
 These functions carry no gradient yet.
 """
