@@ -6,17 +6,6 @@ from torch import Tensor
 
 FLOAT_MAX = 3.4028234663852886e38
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1e-45, 2.0**-126, FLOAT_MAX, -FLOAT_MAX]
-    0.0,
-    -0.0,
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    1e-45,
-    -1e-45,
-    1.1754944e-38,
-    3.4028235e38,
-    -3.4028235e38,
-]
 
 
 def nasty(n: int, scale: float, low: int, high: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -85,7 +85,7 @@ def round_half(v: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         index = nearest(np.abs(v), HALF)
     value = np.where(index >= len(HALF), np.inf, HALF[np.minimum(index, len(HALF) - 1)])
-    return np.where(np.isnan(v), np.nan, np.copysign(value, v))
+    return np.where(np.isnan(v), v, np.copysign(value, v))
 
 
 def round_bfloat16(v: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ def dequantize(
         if z is not None and code == "float4_e2m1":
             d = d - decode_float(z, code)
     else:
-        difference = codes.astype(object) - (0 if z is None else z.astype(object))
+        difference = np.asarray(codes.astype(object) - (0 if z is None else z.astype(object)))
         if wide:
             d = difference.astype(np.float64)
         else:

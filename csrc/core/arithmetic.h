@@ -8,6 +8,7 @@
 // for the fast kernels; `exact` holds the ones in double for everything else.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -100,8 +101,9 @@ LQ_INLINE float load_e8m0(uint8_t b) {
   return float_of(b == 0xff ? 0x7fc00000u : u);
 }
 
-// RN_P for a float32 quotient that will become a code. The float16 form leaves 65536 and more finite: every code treats
-// them as it treats infinity.
+// RN_P for a float32 quotient that will become a code. The float16 form leaves 65536 and more finite, which a clamp to
+// bounds within [-65536, 65536] and every float code treat as they treat infinity.
+inline constexpr int64_t kF16Overflow = 65536;
 LQ_INLINE float round_quotient_f16(float q) {
   const uint32_t u = bits_of(q);
   float a = float_of(u & 0x7fffffffu);
@@ -173,8 +175,10 @@ LQ_INLINE double round_quotient(double q, DataType precision, bool wide) {
   switch (precision) {
     case DataType::kFloat64:
       return q;
-    case DataType::kFloat16:
-      return round_quotient_f16(wide ? to_odd(q) : static_cast<float>(q));
+    case DataType::kFloat16: {
+      const double r = round_quotient_f16(wide ? to_odd(q) : static_cast<float>(q));
+      return r >= kF16Overflow ? HUGE_VAL : (r <= -kF16Overflow ? -HUGE_VAL : r);
+    }
     case DataType::kBFloat16:
       return round_quotient_bf16(wide ? to_odd(q) : static_cast<float>(q));
     default:

@@ -74,7 +74,16 @@ void repeat(T* a, int64_t period, int64_t n) {
 
 int64_t largest_zero_point(const Parameters& p, int64_t count) {
   if (!p.zero_point) return 0;
-  if (bits_of(p.zero_point_type) < 32) return 65535;
+  switch (p.zero_point_type) {
+    case DataType::kInt8:
+      return 128;
+    case DataType::kInt16:
+      return 32768;
+    case DataType::kUInt16:
+      return 65535;
+    default:
+      if (bits_of(p.zero_point_type) == 8) return 255;
+  }
   int64_t largest = 0;
   with_integer(p.zero_point_type, p.zero_point, [&](auto load) {
     for (int64_t i = 0; i < count; ++i) {
@@ -332,6 +341,10 @@ void ExactEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Wal
 
 namespace {
 
+bool is_unsigned(DataType t) {
+  return t == DataType::kUInt8 || t == DataType::kUInt16 || t == DataType::kUInt32 || t == DataType::kNone;
+}
+
 Quotient find_quotient(const QuantizeSpec& q) {
   if (q.arithmetic != Arithmetic::kOnnx) return kMultiply;
   if (q.precision == DataType::kFloat16) return kDivideF16;
@@ -392,7 +405,10 @@ Spec quantize_spec(Op op, const QuantizeSpec& q, const ParameterTensors& paramet
   s.packed = packed;
   const Quotient quotient = find_quotient(q);
   const int64_t zero_point = q.code->is_float ? 0 : largest_zero_point(s.parameters, parameters.count());
-  if (zero_point <= kMaxFastZeroPoint) s.kernels = find_kernels(op, q, packed, s.between, quotient);
+  const bool fits = quotient != kDivideF16 || q.code->is_float ||
+                    (q.qmax + (is_unsigned(s.parameters.zero_point_type) ? 0 : zero_point) <= kF16Overflow &&
+                     zero_point - q.qmin <= kF16Overflow);
+  if (zero_point <= kMaxFastZeroPoint && fits) s.kernels = find_kernels(op, q, packed, s.between, quotient);
   if (s.kernels && quotient == kDivide && zero_point <= kMaxProductZeroPoint)
     s.corrected = find_kernels(op, q, packed, s.between, kCorrected);
   return s;
