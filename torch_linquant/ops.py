@@ -115,8 +115,8 @@ def quantize_linear(
             in float32: `precision=torch.float32` computes what they do.
         quant_min, quant_max: a narrower range of integer codes, such as -127 and 127.
         arithmetic: "onnx", or another runtime's for integer codes, in float32: "onednn",
-            `rne(clamp(x * (1/scale) + zero_point))` (oneDNN, OpenVINO, torch.quantize_per_tensor); "executorch",
-            `clamp(rne(x * (1/scale)) + zero_point)`.
+            `rne(clamp(x * (1/scale) + zero_point))` (oneDNN, OpenVINO); "executorch",
+            `clamp(rne(x * (1/scale)) + zero_point)` (ExecuTorch, torch.fake_quantize_*).
         packed: 4-bit and 2-bit codes only. Pack codes along the last dimension, the first in the low bits; each row
             takes whole bytes, padding bits are 0.
         out: write into this tensor, of the result's shape and type, and return it.
