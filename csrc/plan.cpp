@@ -104,10 +104,6 @@ const TorchType& torch_type(const Tensor& t) {
 const char* name_of(const Tensor& t) { return torch_type(t).name; }
 const char* name_of(DataType type) { return TorchTypes::get().at(TorchTypes::get().code(type)).name; }
 
-bool is_float(DataType t) {
-  return t == DataType::kFloat32 || t == DataType::kFloat16 || t == DataType::kBFloat16 || t == DataType::kFloat64;
-}
-
 bool is_integer(DataType t) {
   switch (t) {
     case DataType::kUInt8:
@@ -172,8 +168,9 @@ void check_zero_point_type(const char* op, const CodeType& code, const std::opti
   } else if (code.is_float) {
     if (t != DataType::kUInt8)
       fail(op, ": zero_point must be uint8 for ", code.name, " codes, but got ", name_of(*zero_point), ".");
-  } else if (!is_integer(t)) {
-    fail(op, ": zero_point must be an integer tensor for ", code.name, " codes, but got ", name_of(*zero_point), ".");
+  } else if (!is_integer(t) && !is_float(t)) {
+    fail(op, ": zero_point must be an integer or float32, float16, bfloat16 or float64 tensor for ", code.name,
+         " codes, but got ", name_of(*zero_point), ".");
   }
 }
 
@@ -353,6 +350,30 @@ size_t Sizes::checked(size_t n) {
 
 DataType type_of(const Tensor& t) { return torch_type(t).type; }
 
+bool is_float(DataType t) {
+  return t == DataType::kFloat32 || t == DataType::kFloat16 || t == DataType::kBFloat16 || t == DataType::kFloat64;
+}
+
+DataType float_code_type(const CodeType& code, DataType x) {
+  if (code.bits == 32 || x == DataType::kFloat64) return DataType::kFloat64;
+  // float16 holds integers up to 2048, bfloat16 up to 256, and both every float8 number.
+  return code.bits == 16 || x == DataType::kInt32 ? DataType::kFloat32 : x;
+}
+
+bool check_ste(const char* op, const std::string& ste) {
+  if (ste != "clipped" && ste != "identity")
+    fail(op, ": ste must be \"clipped\" or \"identity\", but got \"", ste, "\".");
+  return ste == "identity";
+}
+
+void check_gradient(const char* op, const Tensor& grad, const Tensor& x, const Sizes& sizes) {
+  if (!is_float(type_of(grad)))
+    fail(op, ": grad must be float32, float16, bfloat16 or float64, but got ", name_of(grad), ".");
+  check_device(op, "grad", x, grad);
+  if (sizes_of(grad) != sizes)
+    fail(op, ": grad must have shape ", Shape{sizes}, ", but got shape ", Shape{sizes_of(grad)}, ".");
+}
+
 DataType storage_type(const CodeType& code) {
   if (!code.sub_byte()) return code.type;
   return code.is_signed() ? DataType::kInt8 : DataType::kUInt8;
@@ -421,6 +442,7 @@ QuantizeSpec check_quantize(const QuantizeArguments& a) {
          " codes, but got True. Only 4-bit and 2-bit codes are packed.");
   if (a.packed && a.x.dim() == 0)
     fail(a.op, ": x must have at least one dimension to be packed, but got a 0-d tensor.");
+  if (a.packed && a.float_codes) fail(a.op, ": float_codes must be False where packed is True, but got True.");
 
   s.x = type_of(a.x);
   s.scale = type_of(a.scale);
@@ -433,7 +455,11 @@ QuantizeSpec check_quantize(const QuantizeArguments& a) {
 DequantizeSpec check_dequantize(const DequantizeArguments& a) {
   const DataType t = type_of(a.x);
   const CodeType* own = t == DataType::kNone ? nullptr : find_code_type(number(t));
-  if (!own) fail(a.op, ": x must be uint8, int8, uint16, int16, int32 or a float8 type, but got ", name_of(a.x), ".");
+  const bool floating = is_float(t);
+  if (!own && !floating)
+    fail(a.op,
+         ": x must be uint8, int8, uint16, int16, int32, a float8 type, or codes as float32, float16, bfloat16 or ",
+         "float64, but got ", name_of(a.x), ".");
   check_scale(a.op, a.x, a.scale, a.zero_point);
   const bool valid_output =
       a.output_dtype >= 0 && a.output_dtype <= 16 && is_float(static_cast<DataType>(a.output_dtype));
@@ -445,12 +471,17 @@ DequantizeSpec check_dequantize(const DequantizeArguments& a) {
   if (bytes && (!code || code->bits > 8))
     fail(a.op, ": x_dtype must be 0 or the number of a type of at most 8 bits where x is ", name_of(a.x), ", but got ",
          a.x_dtype, ".");
-  if (!bytes && code != own)
+  if (floating && !code)
+    fail(a.op, ": x_dtype must be the number of ", kCodeNumbers, " where x is ", name_of(a.x), ", but got ", a.x_dtype,
+         ".");
+  if (!bytes && !floating && code != own)
     fail(a.op, ": x_dtype must be 0 or ", number(t), " (", name_of(a.x), ", the type of x), but got ", a.x_dtype, ".");
   check_zero_point_type(a.op, *code, a.zero_point);
 
   DequantizeSpec s{};
   s.code = code;
+  s.x = t;
+  s.floating = floating;
   s.scale = type_of(a.scale);
   s.output = a.output_dtype != 0                ? static_cast<DataType>(a.output_dtype)
              : s.scale == DataType::kFloat8E8M0 ? DataType::kFloat32

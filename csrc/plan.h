@@ -85,13 +85,22 @@ struct QuantizeArguments {
   int64_t precision;
   std::optional<int64_t> quant_min, quant_max;
   const std::string& arithmetic;
-  bool packed;
+  bool packed = false;
+  bool float_codes = false;
 };
 
 QuantizeSpec check_quantize(const QuantizeArguments& a);
 
+// The type of codes as numbers: x's where it holds all of them, else the next that does.
+DataType float_code_type(const CodeType& code, DataType x);
+
+// Whether `ste` is "identity" rather than "clipped".
+bool check_ste(const char* op, const std::string& ste);
+
 struct DequantizeSpec {
   const CodeType* code;
+  DataType x;       // type
+  bool floating;    // x holds codes as floating numbers
   DataType scale;   // type
   DataType output;  // type
   bool packed;
@@ -111,6 +120,11 @@ struct DequantizeArguments {
 };
 
 DequantizeSpec check_dequantize(const DequantizeArguments& a);
+
+// The incoming gradient of a result like `like`, of the given sizes.
+void check_gradient(const char* op, const Tensor& grad, const Tensor& x, const Sizes& sizes);
+
+bool is_float(DataType t);
 
 // x of the ops that read values: a float type or int32.
 void check_input(const char* op, const Tensor& x);

@@ -27,8 +27,8 @@ const std::string kQuantizeArguments =
 }  // namespace
 
 STABLE_TORCH_LIBRARY(linquant, m) {
-  def(m, "quantize_linear", kQuantizeArguments + ", bool packed=False");
-  def(m, "fake_quantize_linear", kQuantizeArguments);
+  def(m, "quantize_linear", kQuantizeArguments + ", bool packed=False, bool float_codes=False");
+  def(m, "fake_quantize_linear", kQuantizeArguments + ", str ste=\"clipped\"");
   def(m, "dequantize_linear",
       "Tensor x, Tensor scale, Tensor? zero_point=None, *, int axis=1, int[1] block_size=0, int output_dtype=0, "
       "int x_dtype=0, SymInt? packed_size=None");
@@ -40,6 +40,18 @@ STABLE_TORCH_LIBRARY(linquant, m) {
       "Tensor(a!) r_min, Tensor(b!) r_max", "(Tensor(a!), Tensor(b!))");
   def(m, "pack", "Tensor x, *, int x_dtype");
   def(m, "unpack", "Tensor x, *, int x_dtype, SymInt? packed_size=None");
+
+  // Gradients of x, scale and zero_point; a tensor without elements for one that is not needed.
+  const std::string needs = "bool need_x, bool need_scale, bool need_zero_point) -> (Tensor, Tensor, Tensor)";
+  const std::string quantize =
+      "(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int axis, int[1] block_size, int output_dtype, "
+      "int precision, int? quant_min, int? quant_max, str arithmetic, ";
+  m.def(("quantize_linear_backward" + quantize + needs).c_str());
+  m.def(("fake_quantize_linear_backward" + quantize + "str ste, " + needs).c_str());
+  m.def(("dequantize_linear_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int axis, "
+         "int[1] block_size, int x_dtype, SymInt? packed_size, " +
+         needs)
+            .c_str());
 
   // For tests and benchmarks: asks (-1) or sets which CPU kernels run. 0 general, 1 baseline, 2 AVX2, 3 AVX-512.
   m.def("_cpu_variant(int variant=-1) -> int");

@@ -107,6 +107,8 @@ def quantize_samples(op: str) -> Iterator[Sample]:
         yield Sample(op, arithmetic, (values(5, 70), scales(), zero_points()), {"arithmetic": arithmetic})
     yield Sample(op, "narrow", (values(5, 70), scales()), {"output_dtype": 3, "quant_min": -127, "quant_max": 100})
     yield Sample(op, "precision", (values(5, 70), scales()), {"precision": 10})
+    zero_point = zero_points(5, dtype=torch.float32) + 0.3
+    yield Sample(op, "zero_point-f32", (values(5, 70), scales(5), zero_point), {"output_dtype": 22, "axis": 0})
     yield Sample(op, "not_saturate", (values(5, 70) * 100, scales()), {"output_dtype": 19, "saturate": False})
 
 
@@ -117,6 +119,37 @@ def packed_samples() -> Iterator[Sample]:
             yield Sample("quantize_linear", f"packed-{code}-{n}", (values(3, n), scales(3, -(-n // 16))), kwargs)
 
 
+def float_code_samples() -> Iterator[Sample]:
+    for code, number in CODES.items():
+        kwargs = {"output_dtype": number, "float_codes": True, "axis": 0}
+        for name in ("f32", "f16"):
+            x = values(5, 70, dtype=FLOATS[name])
+            yield Sample("quantize_linear", f"float-{code}-{name}", (x, scales(5)), kwargs)
+
+
+def backward_samples() -> Iterator[Sample]:
+    rest = (CODES["int8"], 0, None, None, "onnx")
+    needs = (True, True, True)
+    for name, (x_shape, s_shape, axis, block_size) in GRANULARITIES.items():
+        zero_point = zero_points(*s_shape, dtype=torch.float32)
+        args = (values(*x_shape, seed=7), values(*x_shape), scales(*s_shape), zero_point, axis, block_size)
+        yield Sample("fake_quantize_linear_backward", name, (*args, *rest, "clipped", *needs))
+        yield Sample("quantize_linear_backward", name, (*args, *rest, *needs))
+        yield Sample("dequantize_linear_backward", name, (*args, CODES["int8"], None, *needs))
+    for name, make in LAYOUTS.items():
+        args = (make() * 0.1, make(), scales(3), None, 1, [0])
+        yield Sample("fake_quantize_linear_backward", name, (*args, *rest, "identity", *needs))
+    codes = torch.arange(24, dtype=torch.int8).reshape(2, 12)
+    for need in ((True, False, False), (False, True, False), (False, False, False)):
+        name = "".join(str(int(n)) for n in need)
+        args = (values(2, 12), values(2, 12), scales(2), None, 0, [0])
+        yield Sample("fake_quantize_linear_backward", name, (*args, *rest, "clipped", *need))
+        yield Sample("dequantize_linear_backward", name, (args[0], codes, *args[2:], CODES["int8"], None, *need))
+    packed = torch.ops.linquant.pack(codes, x_dtype=CODES["int4"])
+    args = (values(2, 12), packed, scales(2), None, 0, [0], CODES["int4"], 12)
+    yield Sample("dequantize_linear_backward", "packed", (*args, *needs))
+
+
 def dequantize_samples() -> Iterator[Sample]:
     op = "dequantize_linear"
     for sample in [*quantize_samples("quantize_linear")]:
@@ -125,6 +158,9 @@ def dequantize_samples() -> Iterator[Sample]:
         if sample.kwargs.get("output_dtype", 0) > 20:
             kwargs["x_dtype"] = sample.kwargs["output_dtype"]
         yield Sample(op, sample.id, (x, *sample.args[1:]), kwargs)
+    for sample in float_code_samples():
+        kwargs = {"x_dtype": sample.kwargs["output_dtype"], "axis": 0}
+        yield Sample(op, sample.id, (sample(), *sample.args[1:]), kwargs)
     for sample in packed_samples():
         kwargs = {"x_dtype": sample.kwargs["output_dtype"], "packed_size": sample.args[0].size(1)}
         kwargs |= {key: sample.kwargs[key] for key in ("axis", "block_size")}
@@ -149,7 +185,8 @@ def reduction_samples(op: str) -> Iterator[Sample]:
 
 def all_samples() -> list[Sample]:
     samples = [*quantize_samples("quantize_linear"), *packed_samples(), *quantize_samples("fake_quantize_linear")]
-    samples += [*dequantize_samples(), *reduction_samples("min_max"), *reduction_samples("dynamic_quantize_linear")]
+    samples += [*float_code_samples(), *backward_samples(), *dequantize_samples()]
+    samples += [*reduction_samples("min_max"), *reduction_samples("dynamic_quantize_linear")]
     for code in ("uint8", "int8", "uint16", "int16", "uint4", "int2"):
         for symmetric in (False, True):
             kwargs = {"output_dtype": CODES[code], "symmetric": symmetric, "axis": 0}

@@ -10,6 +10,7 @@ CODE_NUMBERS = (
     "uint8 (2), int8 (3), uint16 (4), int16 (5), int32 (6), float8_e4m3fn (17), float8_e4m3fnuz (18), "
     "float8_e5m2 (19), float8_e5m2fnuz (20), uint4 (21), int4 (22), float4_e2m1 (23), uint2 (25) or int2 (26)"
 )
+CODE_INPUTS = "uint8, int8, uint16, int16, int32, a float8 type, or codes as float32, float16, bfloat16 or float64"
 FLOAT_NUMBERS = "float32 (1), float16 (10), float64 (11) or bfloat16 (16)"
 
 
@@ -26,6 +27,8 @@ Q, D, F, DY, MM = (
     "dynamic_quantize_linear",
     "min_max",
 )
+FB, DB = "fake_quantize_linear_backward", "dequantize_linear_backward"
+BACKWARD = (1, [0], 3, 0, None, None, "onnx", "clipped", True, True, True)
 C8 = t(4, 6, dtype=I8)
 PACKED = t(4, 3, dtype=U8)
 
@@ -34,8 +37,8 @@ TABLE = {
     "x-type": (Q, (t(4, dtype=I64), S), {}, "x must be float32, float16, bfloat16, float64 or int32, but got int64."),
     "x-bool": (F, (t(4, dtype=torch.bool), S), {}, "x must be float32, float16, bfloat16, float64 or int32, but got bool."),
     "x-complex": (MM, (t(4, dtype=torch.complex64),), {}, "x must be float32, float16, bfloat16, float64 or int32, but got complex64."),
-    "codes-type": (D, (t(4), S), {}, "x must be uint8, int8, uint16, int16, int32 or a float8 type, but got float32."),
-    "codes-int64": (D, (t(4, dtype=I64), S), {}, "x must be uint8, int8, uint16, int16, int32 or a float8 type, but got int64."),
+    "codes-type": (D, (t(4, dtype=torch.bool), S), {}, f"x must be {CODE_INPUTS}, but got bool."),
+    "codes-int64": (D, (t(4, dtype=I64), S), {}, f"x must be {CODE_INPUTS}, but got int64."),
     "scale-type": (Q, (X, t(dtype=torch.int32)), {}, "scale must be float32, float16, bfloat16, float64 or float8_e8m0fnu, but got int32."),
     "output_dtype": (Q, (X, S), {"output_dtype": 7}, f"output_dtype must be 0 or the number of {CODE_NUMBERS}, but got 7."),
     "output_dtype-negative": (F, (X, S), {"output_dtype": -3}, f"output_dtype must be 0 or the number of {CODE_NUMBERS}, but got -3."),
@@ -44,9 +47,20 @@ TABLE = {
     "output_dtype-dynamic": (DY, (X,), {"output_dtype": 6}, "output_dtype must be the number of an integer type of at most 16 bits, but got 6."),
     "output_dtype-dynamic-float8": (DY, (X,), {"output_dtype": 17}, "output_dtype must be the number of an integer type of at most 16 bits, but got 17."),
     "output_dtype-absent": (Q, (X, S, t(dtype=I64)), {}, "output_dtype must be given when zero_point is int64."),
-    "zero_point-float": (Q, (X, S, t()), {"output_dtype": 3}, "zero_point must be an integer tensor for int8 codes, but got float32."),
+    "zero_point-bool": (Q, (X, S, t(dtype=torch.bool)), {"output_dtype": 3}, "zero_point must be an integer or float32, float16, bfloat16 or float64 tensor for int8 codes, but got bool."),
+    "zero_point-floating": (Q, (X, S, t()), {}, "output_dtype must be given when zero_point is float32."),
+    "zero_point-floating-float8": (Q, (X, S, t()), {"output_dtype": 17}, "zero_point must be float8_e4m3fn for float8_e4m3fn codes, but got float32."),
+    "float_codes-packed": (Q, (X, S), {"output_dtype": 22, "packed": True, "float_codes": True}, "float_codes must be False where packed is True, but got True."),
+    "ste": (F, (X, S), {"ste": "straight"}, 'ste must be "clipped" or "identity", but got "straight".'),
+    "x_dtype-floating": (D, (X, S), {}, f"x_dtype must be the number of {CODE_NUMBERS} where x is float32, but got 0."),
+    "packed-floating": (D, (X, S), {"x_dtype": 22, "packed_size": 6}, "x must be uint8 to be unpacked, but got float32."),
+    "grad-type": (FB, (C8, X, S, None, *BACKWARD), {}, "grad must be float32, float16, bfloat16 or float64, but got int8."),
+    "grad-shape": (FB, (t(6, 4), X, S, None, *BACKWARD), {}, "grad must have shape [4, 6], but got shape [6, 4]."),
+    "grad-ste": (FB, (X, X, S, None, *BACKWARD[:7], "no", True, True, True), {}, 'ste must be "clipped" or "identity", but got "no".'),
+    "grad-scale": (FB, (X, X, t(3), None, *BACKWARD), {}, "scale must have 6 elements to match x.size(1), but got shape [3]."),
+    "grad-codes": (DB, (t(4), C8, S, None, 1, [0], 0, None, True, True, True), {}, "grad must have shape [4, 6], but got shape [4]."),
     "zero_point-float8": (Q, (X, S, t(dtype=I8)), {"output_dtype": 17}, "zero_point must be float8_e4m3fn for float8_e4m3fn codes, but got int8."),
-    "zero_point-float8-for-int": (F, (X, S, t(dtype=E4)), {"output_dtype": 3}, "zero_point must be an integer tensor for int8 codes, but got float8_e4m3fn."),
+    "zero_point-float8-for-int": (F, (X, S, t(dtype=E4)), {"output_dtype": 3}, "zero_point must be an integer or float32, float16, bfloat16 or float64 tensor for int8 codes, but got float8_e4m3fn."),
     "zero_point-float4": (Q, (X, S, t(dtype=I8)), {"output_dtype": 23}, "zero_point must be uint8 for float4_e2m1 codes, but got int8."),
     "zero_point-codes": (D, (t(4, dtype=E4), S, t(dtype=U8)), {}, "zero_point must be float8_e4m3fn for float8_e4m3fn codes, but got uint8."),
     "precision": (Q, (X, S), {"precision": 2}, f"precision must be 0 or the number of {FLOAT_NUMBERS}, but got 2."),

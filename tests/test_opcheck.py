@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_linquant  # noqa: F401
-from samples import Sample, all_samples
+from samples import FLOATS, Sample, all_samples
 
 SAMPLES = [pytest.param(sample, id=f"{sample.op}-{sample.id}") for sample in all_samples()]
 OUT_NAMES = {
@@ -45,13 +45,31 @@ def test_fake_and_meta_match(sample: Sample):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in sample.args]
         fake = as_tuple(op(*fakes, **sample.kwargs))
-    metas = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in sample.args]
+    metas = [
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a
+        for a in sample.args
+    ]
     for got in (fake, as_tuple(op(*metas, **sample.kwargs))):
         for a, b in zip(got, want, strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+def differentiable(sample: Sample) -> bool:
+    return sample.op == "fake_quantize_linear" or "float-" in sample.id
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if differentiable(s.values[0])])
+def test_opcheck_with_gradients(sample: Sample):
+    args = [
+        a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) and a.dtype in FLOATS.values() else a
+        for a in sample.args
+    ]
+    op = getattr(torch.ops.linquant, sample.op).default
+    tests = ["test_autograd_registration", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(op, tuple(args), sample.kwargs, test_utils=tests)
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if not s.values[0].op.endswith("_backward")])
 def test_out_overload(sample: Sample):
     want = as_tuple(sample())
     op = getattr(torch.ops.linquant, sample.op).out

@@ -74,8 +74,11 @@ def _check_zero_point_type(op: str, code: QuantDtype, zero_point: Tensor | None)
     elif code.is_float:
         if zero_point.dtype != torch.uint8:
             _fail(f"{op}: zero_point must be uint8 for {code.name} codes, but got {got}.")
-    elif zero_point.dtype not in _INTEGERS:
-        _fail(f"{op}: zero_point must be an integer tensor for {code.name} codes, but got {got}.")
+    elif zero_point.dtype not in (*_INTEGERS, *_FLOATS):
+        _fail(
+            f"{op}: zero_point must be an integer or float32, float16, bfloat16 or float64 tensor for {code.name} "
+            f"codes, but got {got}."
+        )
 
 
 def _output_type(op: str, output_dtype: int, zero_point: Tensor | None) -> QuantDtype:
@@ -122,7 +125,8 @@ def _check_quantize(
     quant_min: int | None,
     quant_max: int | None,
     arithmetic: str,
-    packed: bool,
+    packed: bool = False,
+    float_codes: bool = False,
 ) -> QuantDtype:
     _check_input(op, x)
     _check_scale(op, x, scale, zero_point)
@@ -139,14 +143,44 @@ def _check_quantize(
         _fail(f"{op}: packed must be False for {code.name} codes, but got True. Only 4-bit and 2-bit codes are packed.")
     if packed and x.dim() == 0:
         _fail(f"{op}: x must have at least one dimension to be packed, but got a 0-d tensor.")
+    if packed and float_codes:
+        _fail(f"{op}: float_codes must be False where packed is True, but got True.")
     return code
+
+
+def float_code_type(code: QuantDtype, x: torch.dtype) -> torch.dtype:
+    """The type of codes as numbers: x's where it holds all of them, else the next that does."""
+    if code.bits == 32 or x == torch.float64:
+        return torch.float64
+    # float16 holds integers up to 2048, bfloat16 up to 256, and both every float8 number.
+    return torch.float32 if code.bits == 16 or x == torch.int32 else x
+
+
+def _check_ste(op: str, ste: str) -> None:
+    if ste not in ("clipped", "identity"):
+        _fail(f'{op}: ste must be "clipped" or "identity", but got "{ste}".')
+
+
+def _check_gradient(op: str, grad: Tensor, x: Tensor, sizes: Sizes) -> None:
+    if grad.dtype not in _FLOATS:
+        _fail(f"{op}: grad must be float32, float16, bfloat16 or float64, but got {type_name(grad.dtype)}.")
+    _check_device(op, "grad", x, grad)
+    _check_sizes(
+        grad.shape,
+        sizes,
+        lambda: f"{op}: grad must have shape {list(sizes)}, but got shape {list(grad.shape)}.",
+    )
 
 
 def _code_type(op: str, x: Tensor, x_dtype: int) -> QuantDtype:
     """The type of the codes that dequantize_linear is given."""
+    name = type_name(x.dtype)
+    if x.dtype in _FLOATS:
+        if x_dtype not in BY_NUMBER:
+            _fail(f"{op}: x_dtype must be the number of {_CODE_NUMBERS} where x is {name}, but got {x_dtype}.")
+        return BY_NUMBER[x_dtype]
     own = resolve(x.dtype)
     code = own if x_dtype == 0 else BY_NUMBER.get(x_dtype)
-    name = type_name(x.dtype)
     if x.dtype in _BYTES:
         if code is None or code.bits > 8:
             _fail(
@@ -321,7 +355,8 @@ def _register(op: str, kernel: Callable[..., Any], out_names: Sequence[str] = ("
         return checked if len(checked) > 1 else checked[0]
 
     torch.library.register_fake(f"linquant::{op}", fake)
-    torch.library.register_fake(f"linquant::{op}.out", fake_out)
+    if out_names:
+        torch.library.register_fake(f"linquant::{op}.out", fake_out)
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------
@@ -342,12 +377,14 @@ def _quantize_linear(
     quant_max: int | None = None,
     arithmetic: str = "onnx",
     packed: bool = False,
+    float_codes: bool = False,
 ) -> Tensor:
-    code = _check_quantize(op, x, scale, zero_point, output_dtype, precision, quant_min, quant_max, arithmetic, packed)
+    limits = (output_dtype, precision, quant_min, quant_max, arithmetic)
+    code = _check_quantize(op, x, scale, zero_point, *limits, packed, float_codes)
     _check_granularity(op, x.shape, scale, zero_point, axis, block_size)
     if packed:
         return x.new_empty(_packed_sizes(x.shape, code), dtype=torch.uint8)
-    return torch.empty_like(x, dtype=code.storage)
+    return torch.empty_like(x, dtype=float_code_type(code, x.dtype) if float_codes else code.storage)
 
 
 def _fake_quantize_linear(
@@ -364,8 +401,10 @@ def _fake_quantize_linear(
     quant_min: int | None = None,
     quant_max: int | None = None,
     arithmetic: str = "onnx",
+    ste: str = "clipped",
 ) -> Tensor:
-    _check_quantize(op, x, scale, zero_point, output_dtype, precision, quant_min, quant_max, arithmetic, False)
+    _check_quantize(op, x, scale, zero_point, output_dtype, precision, quant_min, quant_max, arithmetic)
+    _check_ste(op, ste)
     _check_granularity(op, x.shape, scale, zero_point, axis, block_size)
     return torch.empty_like(x)
 
@@ -382,10 +421,29 @@ def _dequantize_linear(
     x_dtype: int = 0,
     packed_size: int | None = None,
 ) -> Tensor:
-    try:
-        resolve(x.dtype)
-    except ValueError:
-        _fail(f"{op}: x must be uint8, int8, uint16, int16, int32 or a float8 type, but got {type_name(x.dtype)}.")
+    sizes = _check_dequantize(op, x, scale, zero_point, axis, block_size, output_dtype, x_dtype, packed_size)
+    own = torch.float32 if scale.dtype == torch.float8_e8m0fnu else scale.dtype
+    dtype = _FLOAT_BY_NUMBER.get(output_dtype, own)
+    return torch.empty_like(x, dtype=dtype) if packed_size is None else x.new_empty(sizes, dtype=dtype)
+
+
+def _check_dequantize(
+    op: str,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    axis: int,
+    block_size: Sizes,
+    output_dtype: int,
+    x_dtype: int,
+    packed_size: int | None,
+) -> Sizes:
+    """The sizes of the unpacked codes."""
+    if x.dtype not in (*_FLOATS, *(code.storage for code in BY_NUMBER.values())):
+        _fail(
+            f"{op}: x must be uint8, int8, uint16, int16, int32, a float8 type, or codes as float32, float16, bfloat16 "
+            f"or float64, but got {type_name(x.dtype)}."
+        )
     _check_scale(op, x, scale, zero_point)
     if output_dtype != 0 and output_dtype not in _FLOAT_BY_NUMBER:
         _fail(f"{op}: output_dtype must be 0 or the number of {_FLOAT_NUMBERS}, but got {output_dtype}.")
@@ -400,9 +458,67 @@ def _dequantize_linear(
             )
         sizes = _unpacked_sizes(op, x, code, packed_size)
     _check_granularity(op, sizes, scale, zero_point, axis, block_size)
-    own = torch.float32 if scale.dtype == torch.float8_e8m0fnu else scale.dtype
-    dtype = _FLOAT_BY_NUMBER.get(output_dtype, own)
-    return torch.empty_like(x, dtype=dtype) if packed_size is None else x.new_empty(sizes, dtype=dtype)
+    return sizes
+
+
+# --- their gradients -------------------------------------------------------------------------------------------------
+
+
+def _gradients(inputs: tuple[Tensor, Tensor, Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """One for each of x, scale and zero_point; without elements where it is not needed or cannot be."""
+    x, scale, zero_point = inputs
+    layouts = (torch.preserve_format, torch.contiguous_format, torch.contiguous_format)
+    dx, dscale, dzero = (
+        torch.empty_like(t, memory_format=layout)
+        if need and t is not None and t.dtype in _FLOATS
+        else x.new_empty(0, dtype=torch.float32)
+        for t, need, layout in zip((x, scale, zero_point), needs, layouts, strict=True)
+    )
+    return dx, dscale, dzero
+
+
+def _quantize_linear_backward(
+    op: str,
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    axis: int,
+    block_size: Sizes,
+    output_dtype: int,
+    precision: int,
+    quant_min: int | None,
+    quant_max: int | None,
+    arithmetic: str,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_quantize(op, x, scale, zero_point, output_dtype, precision, quant_min, quant_max, arithmetic)
+    _check_gradient(op, grad, x, x.shape)
+    _check_granularity(op, x.shape, scale, zero_point, axis, block_size)
+    return _gradients((x, scale, zero_point), needs)
+
+
+def _fake_quantize_linear_backward(op: str, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *others, ste, need_x, need_scale, need_zero_point = args
+    _check_ste(op, ste)
+    return _quantize_linear_backward(op, *others, need_x, need_scale, need_zero_point)
+
+
+def _dequantize_linear_backward(
+    op: str,
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    axis: int,
+    block_size: Sizes,
+    x_dtype: int,
+    packed_size: int | None,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = _check_dequantize(op, x, scale, zero_point, axis, block_size, 0, x_dtype, packed_size)
+    _check_gradient(op, grad, x, sizes)
+    return _gradients((x, scale, zero_point), needs)
 
 
 def _range_type(x: Tensor) -> torch.dtype:
@@ -463,6 +579,9 @@ def _unpack(op: str, x: Tensor, *, x_dtype: int, packed_size: int | None = None)
 _register("quantize_linear", _quantize_linear)
 _register("fake_quantize_linear", _fake_quantize_linear)
 _register("dequantize_linear", _dequantize_linear)
+_register("quantize_linear_backward", _quantize_linear_backward, ())
+_register("fake_quantize_linear_backward", _fake_quantize_linear_backward, ())
+_register("dequantize_linear_backward", _dequantize_linear_backward, ())
 _register("dynamic_quantize_linear", _dynamic_quantize_linear, ("y", "scale", "zero_point"))
 _register("min_max", _min_max, ("r_min", "r_max"))
 _register("pack", _pack)

@@ -17,7 +17,22 @@ The shape of `scale` says which elements share one. For x of shape [O, I]:
 a copy, and a dense one is kept, as torch.empty_like keeps it. No value of a tensor is checked, so no call waits for a
 device.
 
-These functions carry no gradient yet.
+Which call carries a gradient. Integers and float8 cannot, so `dequantize_linear(quantize_linear(x))` trains nothing.
+These do, by the straight-through estimator, to x, to scale (LSQ, arXiv 1902.08153) and to a zero_point of a floating
+type (LSQ+, arXiv 2004.09576), which is rounded and clamped to the range of the codes on the way:
+
+    fake_quantize_linear(x, scale, zero_point)
+    dequantize_linear(quantize_linear(x, scale, zero_point, float_codes=True), scale, zero_point, x_dtype=...)
+
+`dequantize_linear` alone has gradients to scale, zero_point and floating codes. All work in reverse and forward mode,
+twice, under torch.func and torch.compile.
+
+>>> x, scale = torch.tensor([0.3, 9.0], requires_grad=True), torch.tensor(0.5)
+>>> dequantize_linear(quantize_linear(x, scale, dtype="int4"), scale, x_dtype="int4").requires_grad  # wrong
+False
+>>> fake_quantize_linear(x, scale, dtype="int4").sum().backward()  # right
+>>> x.grad
+tensor([1., 0.])
 """
 
 from collections.abc import Sequence
@@ -26,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fake  # noqa: F401  (loads the library and registers the fake kernels)
+from ._autograd import _needs_autograd
 from .dtypes import QuantDtype, float_number, resolve, type_name
 
 _ops = torch.ops.linquant
@@ -56,6 +71,9 @@ _DEFAULTS = {
 }
 
 
+_DIFFERENTIABLE = ("quantize_linear", "dequantize_linear", "fake_quantize_linear")
+
+
 def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an op, or its .out overload where there is something to write into.
 
@@ -65,7 +83,15 @@ def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key]}
     op = getattr(_ops, name)
     if out is None:
-        return op(*args, **kwargs)
+        if name not in _DIFFERENTIABLE or torch.compiler.is_compiling() or _needs_autograd(*args):
+            return op(*args, **kwargs)
+        # The op would go by way of Python to find that it has nothing to do there.
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+    if _needs_autograd(*(a for a in args if isinstance(a, Tensor))):
+        raise RuntimeError(
+            f"{name}: out must be absent where a gradient is recorded, but got one. Use torch.no_grad()."
+        )
     return op.out(*args, **kwargs, **(out if isinstance(out, dict) else {"out": out}))
 
 
@@ -83,6 +109,7 @@ def quantize_linear(
     quant_max: int | None = None,
     arithmetic: str = "onnx",
     packed: bool = False,
+    float_codes: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Quantize a tensor with a given scale and zero point.
@@ -100,9 +127,9 @@ def quantize_linear(
         x: float32, float16, bfloat16, float64 or int32 (converted to float32 first), of any shape and layout.
         scale: float32, float16, bfloat16, float64 or float8_e8m0fnu; not necessarily x's type. Its shape is the
             granularity: see the top of this module.
-        zero_point: of scale's shape. For integer codes any integer type, also values outside the range of the codes;
-            absent is 0. For float8 codes a tensor of that type, whose value is not used. For float4 codes float4 codes
-            in uint8.
+        zero_point: of scale's shape. For integer codes any integer type, also values outside the range of the codes, or
+            a floating type, which is rounded to nearest and clamped to the range; absent is 0. For float8 codes a
+            tensor of that type, whose value is not used. For float4 codes float4 codes in uint8.
         dtype: type of the codes: uint8, int8, uint16, int16, int32, uint4, int4, uint2, int2, a float8 type or
             float4_e2m1, as torch dtype or name. Default: zero_point's type, else uint8. Codes of fewer than 8 bits come
             in uint8 or int8, one an element, unless packed.
@@ -119,6 +146,9 @@ def quantize_linear(
             `clamp(rne(x * (1/scale)) + zero_point)` (ExecuTorch, torch.fake_quantize_*).
         packed: 4-bit and 2-bit codes only. Pack codes along the last dimension, the first in the low bits; each row
             takes whole bytes, padding bits are 0.
+        float_codes: return codes as numbers of a floating type, which carry a gradient: x's type where it holds all of
+            them, else float32, for int32 codes float64. To x it is 1 / scale inside the range and 0 outside, to scale
+            -(x / scale) / scale inside, to zero_point 1 inside.
         out: write into this tensor, of the result's shape and type, and return it.
 
     Returns:
@@ -168,6 +198,7 @@ def quantize_linear(
         quant_max=quant_max,
         arithmetic=arithmetic,
         packed=packed,
+        float_codes=float_codes,
     )
 
 
@@ -190,7 +221,8 @@ def dequantize_linear(
     codes of float8 become NaN and infinity.
 
     Args:
-        x: codes: uint8, int8, uint16, int16, int32 or a float8 type; packed codes in uint8.
+        x: codes: uint8, int8, uint16, int16, int32 or a float8 type; packed codes in uint8; codes as numbers of a
+            floating type (`float_codes`), with x_dtype.
         scale, zero_point, axis, block_size: as in `quantize_linear`; they refer to the shape of the unpacked codes.
         x_dtype: what a uint8 or int8 tensor holds: any type of at most 8 bits, float8 in uint8 included. Of codes of
             fewer than 8 bits only the low bits count. Default: x's type.
@@ -239,12 +271,20 @@ def fake_quantize_linear(
     quant_min: int | None = None,
     quant_max: int | None = None,
     arithmetic: str = "onnx",
+    ste: str = "clipped",
     out: Tensor | None = None,
 ) -> Tensor:
     """Quantize and dequantize in one pass: what x is worth after quantization.
 
     Bit for bit `dequantize_linear(quantize_linear(x, ...), ...).to(x.dtype)`, with no codes stored in between. An int32
-    x is truncated, as `.to` does. Arguments and errors are those of `quantize_linear`; `out` may be x itself.
+    x is truncated, as `.to` does. Arguments and errors are those of `quantize_linear`; `out` may be x itself. The
+    result has x's type, under torch.autocast too.
+
+    Gradients, for the incoming gradient g: to x g inside the range and 0 outside; `ste="identity"` passes g everywhere.
+    To scale g * (round(x / scale) - x / scale) inside and g * (limit - zero_point) outside, summed. To a floating
+    zero_point 0 inside and -g * scale outside, summed. Inside is where round(x / scale) + zero_point is in the range of
+    the codes; for float codes, where x / scale rounds to a finite number. NaN gives 0 to all three. Sums have a fixed
+    order, and so equal bits on every run.
 
     >>> x = torch.tensor([0.0, 0.13, 1.0, 100.0])
     >>> fake_quantize_linear(x, torch.tensor(0.25), dtype="int4")
@@ -264,6 +304,7 @@ def fake_quantize_linear(
         quant_min=quant_min,
         quant_max=quant_max,
         arithmetic=arithmetic,
+        ste=ste,
     )
 
 

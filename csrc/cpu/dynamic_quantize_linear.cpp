@@ -86,7 +86,7 @@ Result run(const Tensor& x, std::optional<int64_t> axis, const Sizes& block_size
     q.x = type_of(x);
     q.scale = q.precision = type;
     q.wide = type == DataType::kFloat64;
-    const ParameterTensors parameters(scale.tensor(), zero_point.tensor());
+    const ParameterTensors parameters(scale.tensor(), zero_point.tensor(), code.min, code.max);
     run_spec(quantize_spec(Op::kQuantize, q, parameters, false),
              make_map(kOp, sizes, strides_of(x), strides_of(y.tensor()), g), x.const_data_ptr(),
              y.tensor().mutable_data_ptr(), bits_of(q.x), code_bits(code, false));

@@ -72,6 +72,22 @@ void repeat(T* a, int64_t period, int64_t n) {
 
 }  // namespace
 
+ParameterTensors::ParameterTensors(const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t lo, int64_t hi)
+    : scale_(row_major(scale)) {
+  if (!zero_point) return;
+  zero_point_ = row_major(*zero_point);
+  const DataType type = type_of(*zero_point);
+  if (!is_float(type)) return;
+  const Tensor integers =
+      Output::contiguous("", "", scale, sizes_of(*zero_point), DataType::kInt32, std::nullopt).tensor();
+  auto* to = static_cast<int32_t*>(integers.mutable_data_ptr());
+  with_scale(type, zero_point_->const_data_ptr(), [&](auto load) {
+    for (int64_t i = 0; i < zero_point_->numel(); ++i)
+      to[i] = static_cast<int32_t>(exact::encode_integer(load(i), 0, lo, hi));
+  });
+  zero_point_ = integers;
+}
+
 int64_t largest_zero_point(const Parameters& p, int64_t count) {
   if (!p.zero_point) return 0;
   switch (p.zero_point_type) {
@@ -193,8 +209,6 @@ void FastEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Walk
 
 // --- exact -----------------------------------------------------------------------------------------------------------
 
-namespace {
-
 double load_value(DataType type, const void* p, int64_t i) {
   switch (type) {
     case DataType::kFloat16:
@@ -207,20 +221,6 @@ double load_value(DataType type, const void* p, int64_t i) {
       return static_cast<float>(static_cast<const int32_t*>(p)[i]);
     default:
       return static_cast<const float*>(p)[i];
-  }
-}
-
-// v, which is a float32 value unless `wide`, in a narrower type.
-double round_value(double v, DataType type, bool wide) {
-  switch (type) {
-    case DataType::kFloat64:
-      return v;
-    case DataType::kFloat16:
-      return load_f16(store_f16(wide ? exact::to_odd(v) : static_cast<float>(v)));
-    case DataType::kBFloat16:
-      return load_bf16(store_bf16(wide ? exact::to_odd(v) : static_cast<float>(v)));
-    default:
-      return static_cast<float>(v);
   }
 }
 
@@ -260,6 +260,35 @@ int64_t load_code(const Spec& s, const void* p, int64_t i) {
   return static_cast<int64_t>((code & s.mask) ^ s.flip) - s.flip;
 }
 
+Sum form_quotient(const Spec& s, double x, double scale, int64_t zero_point, double offset) {
+  if (s.arithmetic != Arithmetic::kOnnx) {
+    const float product = static_cast<float>(x) * (1.0f / static_cast<float>(scale));
+    const bool onednn = s.arithmetic == Arithmetic::kOneDnn;
+    return {product, onednn ? product + static_cast<float>(zero_point) : product};
+  }
+  const double quotient = s.wide ? x / scale : static_cast<double>(static_cast<float>(x) / static_cast<float>(scale));
+  const double q = exact::round_quotient(quotient, s.precision, s.wide);
+  if (!s.code->is_float) return {q, q};
+  const double sum = s.wide ? q + offset : static_cast<double>(static_cast<float>(q) + static_cast<float>(offset));
+  return {q, exact::round_quotient(sum, s.precision, s.wide)};
+}
+
+namespace {
+
+// v, which is a float32 value unless `wide`, in a narrower type.
+double round_value(double v, DataType type, bool wide) {
+  switch (type) {
+    case DataType::kFloat64:
+      return v;
+    case DataType::kFloat16:
+      return load_f16(store_f16(wide ? exact::to_odd(v) : static_cast<float>(v)));
+    case DataType::kBFloat16:
+      return load_bf16(store_bf16(wide ? exact::to_odd(v) : static_cast<float>(v)));
+    default:
+      return static_cast<float>(v);
+  }
+}
+
 void store_code(const Spec& s, void* p, int64_t i, int64_t code) {
   const int bits = s.code->bits;
   if (s.packed) {
@@ -276,17 +305,13 @@ void store_code(const Spec& s, void* p, int64_t i, int64_t code) {
 }
 
 int64_t encode(const Spec& s, double x, double scale, int64_t zero_point, double offset) {
-  if (s.arithmetic != Arithmetic::kOnnx) {
-    const float product = static_cast<float>(x) * (1.0f / static_cast<float>(scale));
-    if (s.arithmetic == Arithmetic::kExecuTorch) return exact::encode_integer(product, zero_point, s.qmin, s.qmax);
-    return exact::encode_integer(product + static_cast<float>(zero_point), 0, s.qmin, s.qmax);
-  }
-  const double quotient = s.wide ? x / scale : static_cast<double>(static_cast<float>(x) / static_cast<float>(scale));
-  double q = exact::round_quotient(quotient, s.precision, s.wide);
-  if (!s.code->is_float) return exact::encode_integer(q, zero_point, s.qmin, s.qmax);
-  const double sum = s.wide ? q + offset : static_cast<double>(static_cast<float>(q) + static_cast<float>(offset));
-  q = exact::round_quotient(sum, s.precision, s.wide);
-  return encode_float(s.wide ? exact::to_odd(q) : static_cast<float>(q), s.format);
+  const double q = form_quotient(s, x, scale, zero_point, offset).sum;
+  if (s.code->is_float) return encode_float(s.wide ? exact::to_odd(q) : static_cast<float>(q), s.format);
+  return exact::encode_integer(q, s.arithmetic == Arithmetic::kOneDnn ? 0 : zero_point, s.qmin, s.qmax);
+}
+
+double scaled(double d, double scale, bool wide) {
+  return wide ? d * scale : static_cast<double>(static_cast<float>(d) * static_cast<float>(scale));
 }
 
 // (code - zero point) * scale, in float32 unless the scale is float64.
@@ -299,7 +324,7 @@ double decode(const Spec& s, int64_t code, double scale, int64_t zero_point, dou
   } else {
     d = exact::difference(code, zero_point, wide);
   }
-  return wide ? d * scale : static_cast<double>(static_cast<float>(d) * static_cast<float>(scale));
+  return scaled(d, scale, wide);
 }
 
 }  // namespace
@@ -334,7 +359,10 @@ void ExactEngine::row(const void* x, void* y, int64_t n, int64_t skip, const Wal
       // The cast to x's type is PyTorch's, which goes from double to the 16-bit types by way of float32.
       store_value(s.y, y, i, s.y == DataType::kFloat64 || s.y == DataType::kInt32 ? v : round_value(v, s.y, false));
     } else {
-      store_value(s.y, y, i, round_value(decode(s, load_code(s, x, i), scale, zero_point, offset), s.y, wide));
+      const double v = s.floating
+                           ? scaled(load_value(s.x, x, i) - (s.code->is_float ? offset + 0.0 : zero_point), scale, wide)
+                           : decode(s, load_code(s, x, i), scale, zero_point, offset);
+      store_value(s.y, y, i, round_value(v, s.y, wide));
     }
   }
 }
@@ -387,6 +415,23 @@ const RowKernel* find_kernels(Op op, const QuantizeSpec& q, bool packed, DataTyp
   return found[kBlock] ? found : nullptr;
 }
 
+const RowKernel* find_dequantize_kernels(const Spec& s, int64_t largest) {
+  const Kernels* kernels = active_kernels();
+  if (!kernels || s.floating || s.code->bits == 32 || s.y == DataType::kFloat64 ||
+      s.parameters.scale_type == DataType::kFloat64)
+    return nullptr;
+  // The difference of code and zero point is taken in int32.
+  if (!s.code->is_float && largest > INT32_MAX - 65536) return nullptr;
+  const Input output = s.y == DataType::kFloat16 ? kF16 : s.y == DataType::kBFloat16 ? kBF16 : kF32;
+  Codes codes;
+  if (s.code->is_float) {
+    codes = s.packed ? kFloat4 : kFloat8;
+  } else {
+    codes = s.code->bits == 16 ? kInteger16 : !s.packed ? kInteger8 : s.code->bits == 4 ? kInteger4 : kInteger2;
+  }
+  return kernels->dequantize[codes][output];
+}
+
 }  // namespace
 
 Spec quantize_spec(Op op, const QuantizeSpec& q, const ParameterTensors& parameters, bool packed) {
@@ -403,14 +448,32 @@ Spec quantize_spec(Op op, const QuantizeSpec& q, const ParameterTensors& paramet
   s.between = q.scale == DataType::kFloat8E8M0 ? DataType::kFloat32 : q.scale;
   s.wide = q.wide && q.arithmetic == Arithmetic::kOnnx;
   s.packed = packed;
-  const Quotient quotient = find_quotient(q);
-  const int64_t zero_point = q.code->is_float ? 0 : largest_zero_point(s.parameters, parameters.count());
+  const Quotient quotient = s.quotient = find_quotient(q);
+  const int64_t zero_point = s.largest_zero_point =
+      q.code->is_float ? 0 : largest_zero_point(s.parameters, parameters.count());
   const bool fits = quotient != kDivideF16 || q.code->is_float ||
                     (q.qmax + (is_unsigned(s.parameters.zero_point_type) ? 0 : zero_point) <= kF16Overflow &&
                      zero_point - q.qmin <= kF16Overflow);
   if (zero_point <= kMaxFastZeroPoint && fits) s.kernels = find_kernels(op, q, packed, s.between, quotient);
   if (s.kernels && quotient == kDivide && zero_point <= kMaxProductZeroPoint)
     s.corrected = find_kernels(op, q, packed, s.between, kCorrected);
+  return s;
+}
+
+Spec dequantize_spec(const DequantizeSpec& checked, const ParameterTensors& parameters) {
+  const CodeType& code = *checked.code;
+  Spec s{};
+  s.op = Op::kDequantize;
+  s.parameters = parameters.get();
+  s.code = &code;
+  s.format = code.format;
+  s.x = checked.x;
+  s.y = checked.output;
+  s.packed = checked.packed;
+  s.floating = checked.floating;
+  s.mask = code.bits == 32 ? 0xffffffffu : (1u << code.bits) - 1;
+  s.flip = code.is_signed() ? 1u << (code.bits - 1) : 0;
+  s.kernels = find_dequantize_kernels(s, code.is_float ? 0 : largest_zero_point(s.parameters, parameters.count()));
   return s;
 }
 

@@ -24,12 +24,10 @@ struct Parameters {
   DataType zero_point_type;
 };
 
-// Holds row-major copies where they are needed.
+// Holds row-major copies where they are needed. A floating zero point is rounded to nearest and clamped to [lo, hi].
 class ParameterTensors {
  public:
-  ParameterTensors(const Tensor& scale, const std::optional<Tensor>& zero_point)
-      : scale_(row_major(scale)),
-        zero_point_(zero_point ? std::optional<Tensor>(row_major(*zero_point)) : std::nullopt) {}
+  ParameterTensors(const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t lo, int64_t hi);
   Parameters get() const {
     return {scale_.const_data_ptr(), type_of(scale_), zero_point_ ? zero_point_->const_data_ptr() : nullptr,
             zero_point_ ? type_of(*zero_point_) : DataType::kNone};
@@ -58,7 +56,10 @@ struct Spec {
   DataType between;  // fake quantize: the type that the dequantized value is rounded to before x's
   bool wide;
   bool packed;
-  uint32_t mask, flip;         // how a byte or word of integer codes is read
+  bool floating;        // dequantize: x holds codes as numbers of type `x`
+  uint32_t mask, flip;  // how a byte or word of integer codes is read
+  Quotient quotient;
+  int64_t largest_zero_point;  // by magnitude, or more
   const RowKernel* kernels;    // of the fast engine, by Step; null: the exact engine
   const RowKernel* corrected;  // the same by corrected products, for scales that allow it; or null
 };
@@ -69,6 +70,7 @@ class FastEngine {
   explicit FastEngine(const Spec& spec);
   void fold(const Runs& runs, const Walk& w);
   void row(const void* x, void* y, int64_t n, int64_t skip, const Walk& w) const;
+  const Folded& folded() const { return folded_; }
 
  private:
   void fold_zero_points(const Runs& runs, int64_t count, bool present, bool corrected);
@@ -89,6 +91,9 @@ class ExactEngine {
   explicit ExactEngine(const Spec& spec) : spec_(spec) {}
   void fold(const Runs& runs, const Walk& w);
   void row(const void* x, void* y, int64_t n, int64_t skip, const Walk& w) const;
+  double scale(int64_t run) const { return scale_[run]; }
+  int64_t zero_point(int64_t run) const { return zero_point_[run]; }
+  double offset(int64_t run) const { return offset_[run]; }
 
  private:
   const Spec& spec_;
@@ -102,6 +107,24 @@ Spec quantize_spec(Op op, const QuantizeSpec& checked, const ParameterTensors& p
 
 // Runs `spec` over the map with the fast kernels where there are some, else exactly.
 void run_spec(const Spec& spec, const ScaleMap& map, const void* x, void* y, int x_bits, int y_bits);
+
+// The spec of dequantize_linear.
+Spec dequantize_spec(const DequantizeSpec& checked, const ParameterTensors& parameters);
+
+// Element i as a number; int32 becomes float32 first.
+double load_value(DataType type, const void* p, int64_t i);
+// A number that the type holds, or that is rounded to it by way of float32.
+void store_value(DataType type, void* p, int64_t i, double v);
+// The code of element i; the bits of a float code.
+int64_t load_code(const Spec& s, const void* p, int64_t i);
+// x / scale as the arithmetic has it, and what is rounded to the code: the same, or with the zero point added.
+struct Sum {
+  double quotient, sum;
+};
+Sum form_quotient(const Spec& s, double x, double scale, int64_t zero_point, double offset);
+
+// The op `unpack`.
+Tensor unpack(const Tensor& x, int64_t x_dtype, std::optional<int64_t> packed_size);
 
 inline int bits_of(DataType t) {
   switch (t) {

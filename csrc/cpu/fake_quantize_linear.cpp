@@ -5,8 +5,9 @@
 namespace linquant::cpu {
 namespace {
 
-Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
+Tensor run(const QuantizeArguments& a, const std::string& ste, const std::optional<Tensor>& out) {
   const QuantizeSpec checked = check_quantize(a);
+  check_ste(a.op, ste);
   const Sizes sizes = sizes_of(a.x);
   const Granularity g = resolve_granularity(a.op, sizes, a.scale, a.zero_point, a.axis, a.block_size);
   const Output y = Output::like(a.op, "out", a.x, checked.x, out);
@@ -14,7 +15,7 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
   if (a.zero_point) y.apart_from(a.op, "out", *a.zero_point, "zero_point");
   if (a.x.numel() != 0) {
     const ScaleMap map = make_map(a.op, sizes, strides_of(a.x), strides_of(y.tensor()), g);
-    const ParameterTensors parameters(a.scale, a.zero_point);
+    const ParameterTensors parameters(a.scale, a.zero_point, checked.qmin, checked.qmax);
     const int bits = bits_of(checked.x);
     run_spec(quantize_spec(Op::kFakeQuantize, checked, parameters, false), map, a.x.const_data_ptr(),
              y.tensor().mutable_data_ptr(), bits, bits);
@@ -25,19 +26,20 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
 Tensor fake_quantize_linear(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
                             const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate,
                             int64_t precision, std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
-                            const std::string& arithmetic) {
+                            const std::string& arithmetic, const std::string& ste) {
   return run({"fake_quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision,
-              quant_min, quant_max, arithmetic, false},
-             std::nullopt);
+              quant_min, quant_max, arithmetic},
+             ste, std::nullopt);
 }
 
 Tensor fake_quantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point,
                                 int64_t axis, const std::vector<int64_t>& block_size, int64_t output_dtype,
                                 bool saturate, int64_t precision, std::optional<int64_t> quant_min,
-                                std::optional<int64_t> quant_max, const std::string& arithmetic, const Tensor& out) {
+                                std::optional<int64_t> quant_max, const std::string& arithmetic, const std::string& ste,
+                                const Tensor& out) {
   return run({"fake_quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision,
-              quant_min, quant_max, arithmetic, false},
-             out);
+              quant_min, quant_max, arithmetic},
+             ste, out);
 }
 
 }  // namespace

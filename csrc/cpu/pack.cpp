@@ -65,14 +65,16 @@ Tensor unpack_into(const Tensor& x, int64_t x_dtype, std::optional<int64_t> pack
 
 Tensor pack(const Tensor& x, int64_t x_dtype) { return pack_into(x, x_dtype, std::nullopt); }
 Tensor pack_out(const Tensor& x, int64_t x_dtype, const Tensor& out) { return pack_into(x, x_dtype, out); }
-Tensor unpack(const Tensor& x, int64_t x_dtype, std::optional<int64_t> packed_size) {
-  return unpack_into(x, x_dtype, packed_size, std::nullopt);
-}
 Tensor unpack_out(const Tensor& x, int64_t x_dtype, std::optional<int64_t> packed_size, const Tensor& out) {
   return unpack_into(x, x_dtype, packed_size, out);
 }
 
 }  // namespace
+
+Tensor unpack(const Tensor& x, int64_t x_dtype, std::optional<int64_t> packed_size) {
+  return unpack_into(x, x_dtype, packed_size, std::nullopt);
+}
+
 }  // namespace linquant::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(linquant, CPU, m) {

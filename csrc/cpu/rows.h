@@ -9,6 +9,7 @@
 
 #include "core/arithmetic.h"
 #include "core/formats.h"
+#include "core/sum.h"
 
 namespace linquant::cpu {
 
@@ -46,7 +47,20 @@ struct Row {
   uint32_t mask, flip;        // of integer codes read: value = ((code & mask) ^ flip) - flip
 };
 
+// Gradients of n elements, one set of constants each. All arrays are float32.
+struct Gradient {
+  const float* x;
+  const float* g;       // of the result
+  float *dx, *ds, *dz;  // of x; what is summed into scale's and zero_point's
+  int64_t n;
+  Folded folded;
+  const FloatFormat* format;  // of float codes, saturating
+  float bound;                // the largest |quotient| that does not saturate, of float codes
+  bool identity;              // pass what saturates
+};
+
 using RowKernel = void (*)(const Row&);
+using GradientKernel = void (*)(const Gradient&);
 using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi);
 
 enum Input { kF32, kF16, kBF16, kI32, kInputs };
@@ -65,6 +79,12 @@ struct Kernels {
   RowKernel fake[kInputs][kQuotients][2][kSteps];  // integer, float
   // (code - zero point) * scale. Integers read scale, bias; floats scale, offset. Output types: the first three Inputs.
   RowKernel dequantize[kCodes][kBF16 + 1][kSteps];
+  // Second index: of fake_quantize_linear, or of quantize_linear to float codes; third: integer, float.
+  GradientKernel gradient[kQuotients][2][2];
+  void (*widen[kInputs])(const void* x, float* y, int64_t n);
+  void (*narrow[kBF16 + 1])(const float* x, void* y, int64_t n);
+  float (*sum)(const float* t, int64_t n);            // sum_piece
+  void (*add)(const float* t, float* to, int64_t n);  // to += t
   // Bytes to packed and back (mask, flip).
   RowKernel pack[2];  // 4 bits, 2 bits
   RowKernel unpack[2];
