@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # Python modules of the package, lowest first: each may import those before it. A new module gets its place here.
 MODULES = ["dtypes", "granularity", "_library", "_fake", "_autograd", "ops", "qparams"]
-MODULES += ["observers", "modules", "workflow"]
+MODULES += ["observers", "fake_quantize", "modules", "workflow"]
 FOREIGN = {"torch"} | sys.stdlib_module_names  # all that the package may need to run
 
 # Parts of csrc, by the start of the path, and what each may include.

@@ -1,6 +1,7 @@
 """Linear quantization operators for PyTorch whose bits are those of the deployed runtime."""
 
 from .dtypes import QUANT_DTYPES, QuantDtype, resolve
+from .fake_quantize import FakeQuantize, LearnedFakeQuantize
 from .granularity import Granularity, PerAxis, PerBlock, PerDims, PerTensor, PerToken
 from .modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
 from .observers import MinMaxObserver, Observer
@@ -19,7 +20,9 @@ from .workflow import calibrate, convert, prepare, sqnr, weight_bytes
 
 __all__ = [
     "QUANT_DTYPES",
+    "FakeQuantize",
     "Granularity",
+    "LearnedFakeQuantize",
     "MinMaxObserver",
     "Observer",
     "PerAxis",
