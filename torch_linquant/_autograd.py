@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import _fake  # noqa: F401  (loads the library and registers the fake kernels)
+from ._sharding import ensure_registered
 from .dtypes import resolve
 
 _ops = torch.ops.linquant
@@ -444,7 +445,8 @@ def _register(rule: _Rule) -> None:
     cheap, func = _forward_function(rule)
 
     def autograd(keyset: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, **given: Any) -> Tensor:
-        if _needs_autograd(x, scale, zero_point):
+        ensure_registered(x, scale, zero_point)
+        if needs_autograd(x, scale, zero_point):
             return cheap.apply(x, scale, zero_point, rule.options(given))
         with torch._C._AutoDispatchBelowAutograd():
             return rule.op.redispatch(keyset & torch._C._after_autograd_keyset, x, scale, zero_point, **given)
@@ -463,7 +465,7 @@ def _register(rule: _Rule) -> None:
         return _Options({"packed_size": None, "ste": "clipped"} | dict(zip(names, args, strict=True)))
 
     def autograd_backward(keyset: Any, g: Tensor, x: Tensor, scale: Tensor, zero_point: Any, *args: Any) -> Grads:
-        if _needs_autograd(g, x, scale, zero_point):
+        if needs_autograd(g, x, scale, zero_point):
             return cheap_backward.apply(g, x, scale, zero_point, backward_options(args))
         with torch._C._AutoDispatchBelowAutograd():
             keyset = keyset & torch._C._after_autograd_keyset
@@ -476,7 +478,7 @@ def _register(rule: _Rule) -> None:
     _library.impl(f"{rule.name}_backward", functorch_backward, "FuncTorchDynamicLayerFrontMode")
 
 
-def _needs_autograd(*tensors: Tensor | None) -> bool:
+def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether a call must be recorded: a tensor wants a gradient, or forward mode is on."""
     return (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)) or forward_ad._current_level >= 0
 

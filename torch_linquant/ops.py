@@ -41,7 +41,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._autograd import _needs_autograd
+from ._autograd import needs_autograd
+from ._sharding import ensure_registered
 from .dtypes import QuantDtype, float_number, resolve, type_name
 
 _ops = torch.ops.linquant
@@ -83,12 +84,13 @@ def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key]}
     op = getattr(_ops, name)
     if out is None:
-        if name not in _DIFFERENTIABLE or torch.compiler.is_compiling() or _needs_autograd(*args):
+        if name not in _DIFFERENTIABLE or torch.compiler.is_compiling() or needs_autograd(*args):
             return op(*args, **kwargs)
+        ensure_registered(*args)
         # The op would go by way of Python to find that it has nothing to do there.
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
-    if _needs_autograd(*(a for a in args if isinstance(a, Tensor))):
+    if needs_autograd(*(a for a in args if isinstance(a, Tensor))):
         raise RuntimeError(
             f"{name}: out must be absent where a gradient is recorded, but got one. Use torch.no_grad()."
         )
