@@ -222,3 +222,57 @@ def test_value_error(case):
     with pytest.raises(ValueError) as raised:
         call()
     assert part in str(raised.value)
+
+
+SENTENCES = {
+    "scale-number": (
+        lambda: lq.quantize_linear(X, 0.1),
+        "quantize_linear: scale must be a tensor, but got 0.1. Write torch.tensor(0.1).",
+    ),
+    "zero_point-number": (
+        lambda: lq.quantize_linear(X, S, 128),
+        "quantize_linear: zero_point must be a tensor, but got 128. Write torch.tensor(128).",
+    ),
+    "fake-scale-number": (
+        lambda: lq.fake_quantize_linear(X, 2),
+        "fake_quantize_linear: scale must be a tensor, but got 2. Write torch.tensor(2).",
+    ),
+    "x-list": (lambda: lq.min_max([1.0]), "min_max: x must be a tensor, but got [1.0]. Write torch.tensor([1.0])."),
+    "range-number": (
+        lambda: lq.choose_qparams(-1.0, 1.0, "int8"),
+        "choose_qparams: r_min must be a tensor, but got -1.0. Write torch.tensor(-1.0).",
+    ),
+    "dtype-absent": (
+        lambda: lq.quantize_linear(X, S, t(dtype=I64)),
+        "quantize_linear: dtype must be given where zero_point is int64.",
+    ),
+    "dtype-absent-float": (
+        lambda: lq.fake_quantize_linear(X, S, t()),
+        "fake_quantize_linear: dtype must be given where zero_point is float32.",
+    ),
+    "dynamic-float8": (
+        lambda: lq.dynamic_quantize_linear(X, dtype="float8_e4m3fn"),
+        "dynamic_quantize_linear: dtype must be an integer type of at most 16 bits, but got float8_e4m3fn.",
+    ),
+    "pack-int8": (
+        lambda: lq.pack(C8, "int8"),
+        "pack: dtype must be uint4, int4, float4_e2m1, uint2 or int2, but got int8.",
+    ),
+    "unpack-uint16": (
+        lambda: lq.unpack(PACKED, "uint16"),
+        "unpack: dtype must be uint4, int4, float4_e2m1, uint2 or int2, but got uint16.",
+    ),
+    "dynamic_quantize-number": (
+        lambda: lq.dynamic_quantize(X, 0.1),
+        "dynamic_quantize: scales must be a tensor, but got 0.1. Write torch.tensor(0.1).",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SENTENCES.values(), ids=SENTENCES)
+def test_sentences_of_the_functions(case):
+    """What the functions say names their own arguments."""
+    call, sentence = case
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    assert str(error.value) == sentence

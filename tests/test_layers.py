@@ -10,7 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Python modules of the package, lowest first: each may import those before it. A new module gets its place here.
-MODULES = ["dtypes", "granularity", "_library", "_fake", "_sharding", "_autograd", "ops", "qparams"]
+MODULES = [
+    "dtypes",
+    "granularity",
+    "_library",
+    "_inductor",
+    "_fake",
+    "_sharding",
+    "_autograd",
+    "decompositions",
+    "ops",
+    "qparams",
+]
 MODULES += ["observers", "fake_quantize", "modules", "workflow"]
 FOREIGN = {"torch"} | sys.stdlib_module_names  # all that the package may need to run
 

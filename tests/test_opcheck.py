@@ -127,3 +127,17 @@ def test_inductor_equals_eager():
     want, got = function(x), torch.compile(function, fullgraph=True)(x)
     assert_same(got[0], want[0])
     assert_same(got[1], want[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_out_under_compile(backend):
+    torch._dynamo.reset()
+    x, scale = torch.randn(16, 3), torch.tensor(0.1)
+
+    def function(x):
+        y, low, high = torch.empty_like(x, dtype=torch.uint8), torch.empty(()), torch.empty(())
+        assert torch_linquant.quantize_linear(x, scale, out=y) is y
+        torch_linquant.min_max(x, out=(low, high))
+        return y, low, high
+
+    assert_same(torch.compile(function, backend=backend, fullgraph=True)(x), function(x))

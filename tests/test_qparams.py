@@ -13,6 +13,7 @@ from torch_linquant import (
     PerToken,
     choose_qparams,
     dequantize_linear,
+    quantize_linear,
     quantize_tensor,
     resolve,
 )
@@ -62,7 +63,9 @@ def test_formula(dtype):
     code = resolve(dtype)
     steps = np.float32(code.qmax - code.qmin)
     want = np.maximum((high.numpy() - low.numpy()) / steps, np.finfo(np.float32).tiny)
-    z = np.float32(code.qmin) - low.numpy() / want
+    # int32 needs more digits than float32 has.
+    number = np.float64 if dtype == "int32" else np.float32
+    z = number(code.qmin) - low.numpy().astype(number) / want.astype(number)
     z = np.rint(np.clip(z.astype(np.float64), code.qmin, code.qmax))
     scale, zero_point = choose_qparams(low, high, dtype)
     assert scale.numpy().tobytes() == want.tobytes()
@@ -122,8 +125,10 @@ def test_any_range_gives_a_finite_positive_scale(dtype, ends, include_zero, symm
     for float_type in (torch.float32, torch.float64):
         scale, zero_point = choose_qparams(*tensor(ends, dtype=float_type), dtype, **options)
         assert scale.dtype == float_type and scale.isfinite() and scale > 0
-        if zero_point is not None:
+        if zero_point is not None and (include_zero or symmetric):
             assert resolve(dtype).qmin <= zero_point.item() <= resolve(dtype).qmax
+        elif zero_point is not None:
+            assert zero_point.dtype == torch.int32
 
 
 def test_the_widest_range_is_covered():
@@ -133,15 +138,28 @@ def test_the_widest_range_is_covered():
 
 @pytest.mark.parametrize("c", [5.0, -5.0, 1e-30, 3e38])
 def test_constant_without_zero_is_exact(c):
-    scale, zero_point = choose_qparams(tensor(c), tensor(c), "int8", include_zero=False)
-    q = torch.ops.linquant.quantize_linear(tensor([c]), scale, zero_point)
-    assert dequantize_linear(q, scale, zero_point).item() == tensor(c).item()
+    for dtype in ("int8", "int32", "uint4"):
+        scale, zero_point = choose_qparams(tensor(c), tensor(c), dtype, include_zero=False)
+        q = quantize_linear(tensor([c]), scale, zero_point, dtype=dtype)
+        assert dequantize_linear(q, scale, zero_point, x_dtype=dtype).item() == tensor(c).item()
 
 
 def test_include_zero_off_is_the_formula():
     scale, zero_point = choose_qparams(tensor(2.0), tensor(4.55), "uint8", include_zero=False)
     assert scale == (tensor(4.55) - tensor(2.0)) / 255
-    assert zero_point == 0  # -200 is below the range of the codes
+    assert zero_point == -200  # outside the codes, as 0 is
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int4", "uint2"])
+@pytest.mark.parametrize("ends", [(100.0, 101.0), (3.0, 4.0), (-7.5, -7.25), (-1.0, 3.0), (1e-3, 2.0)])
+def test_a_range_without_zero_is_covered(dtype, ends):
+    """Every value comes back to within half a step, and one for the rounded zero point."""
+    x = torch.linspace(*ends, 97)
+    q, scale, zero_point = quantize_tensor(x, dtype, include_zero=False)
+    back = dequantize_linear(q, scale, zero_point, x_dtype=dtype)
+    step = (ends[1] - ends[0]) / (resolve(dtype).qmax - resolve(dtype).qmin)
+    assert scale.item() == pytest.approx(step, rel=1e-4)
+    assert (back - x).abs().max() <= step + 2.0**-22 * max(map(abs, ends))
 
 
 def test_eps():

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_linquant.granularity import PerAxis, PerBlock
+from torch_linquant.granularity import PerAxis, PerBlock, PerDims, PerTensor, PerToken
 from torch_linquant.modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
 from torch_linquant.observers import MinMaxObserver, Observer
+from torch_linquant.qparams import quantize_tensor
 from torch_linquant.workflow import calibrate, convert, prepare, sqnr, weight_bytes
 
 
@@ -450,3 +451,79 @@ def test_models_copy_and_compile():
     x = data(seed=3)[0]
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(quantized, fullgraph=True)(x), quantized(x), rtol=0, atol=0.05)
+
+
+# What users get wrong.
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+
+
+@pytest.mark.parametrize("granularity", [PerToken(), PerBlock(2), PerDims((0,))], ids=str)
+def test_input_scales_of_tokens_or_blocks_are_refused(granularity):
+    """They would fit the batches of the calibration alone."""
+    with pytest.raises(ValueError, match=r"prepare: observer must be PerTensor\(\) or PerAxis\(axis\), but got"):
+        prepare(small_model(), MinMaxObserver("int8", granularity))
+
+
+def test_a_string_is_no_collection_of_paths():
+    with pytest.raises(ValueError, match=r"skip must be a collection of paths, but got '0'. Pass \['0'\]"):
+        prepare(small_model(), skip="0")
+
+
+def test_a_tensor_is_no_iterable_of_batches():
+    observed = prepare(small_model())
+    with pytest.raises(ValueError, match=r"got a tensor of shape \[3, 4\]. Pass \[x\] for one batch"):
+        calibrate(observed, torch.randn(3, 4))
+    assert not observed[0].input_observer.seen
+
+
+@pytest.mark.parametrize("granularity", [0, PerTensor, "per_tensor", None], ids=str)
+def test_what_is_no_granularity_is_refused_at_once(granularity):
+    sentence = r"granularity must be PerTensor\(\), PerAxis\(axis\), .*, but got"
+    with pytest.raises(ValueError, match=f"MinMaxObserver: {sentence}"):
+        MinMaxObserver("int8", granularity)
+    with pytest.raises(ValueError, match=f"quantize_tensor: {sentence}"):
+        quantize_tensor(torch.ones(3), "int8", granularity)
+    observed = prepare(small_model())
+    calibrate(observed, [torch.randn(3, 4)])
+    with pytest.raises(ValueError, match=f"QuantizedLinear: weight_{sentence}"):
+        convert(observed, weight_granularity=granularity)
+
+
+def test_weights_of_32_bits_are_refused():
+    observed = prepare(small_model())
+    calibrate(observed, [torch.randn(3, 4)])
+    with pytest.raises(ValueError, match="weight_dtype must have at most 16 bits, but got 'int32'"):
+        convert(observed, weight_dtype="int32")
+
+
+def test_the_users_hooks_go_along():
+    model = small_model()
+    model[0].register_forward_hook(lambda layer, args, output: output * 2)
+    model[2].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+    model[2].register_forward_pre_hook(lambda layer, args, kwargs: (args, kwargs), with_kwargs=True)
+    x = torch.randn(64, 4)
+    observed = prepare(model)
+    calibrate(observed, [x])
+    quantized = convert(observed)
+    assert (quantized(x) - model(x)).norm() < 0.05 * model(x).norm()
+    assert not any("observe" in str(hook) for hook in quantized[0]._forward_pre_hooks.values())
+
+
+def test_sqnr_of_models_the_wrong_way_round():
+    model = small_model()
+    observed = prepare(model)
+    calibrate(observed, [torch.randn(3, 4)])
+    with pytest.raises(ValueError, match="quantized_model must hold quantized layers"):
+        sqnr(convert(observed), model, torch.randn(3, 4))
+
+
+def test_integer_inputs_compute_in_float32():
+    observed = prepare(small_model())
+    calibrate(observed, [torch.randn(16, 4) * 5])
+    quantized = convert(observed)
+    x = torch.randint(-5, 5, (3, 4), dtype=torch.int32)
+    assert torch.equal(quantized(x), quantized(x.float()))

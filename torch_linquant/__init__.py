@@ -1,5 +1,7 @@
 """Linear quantization operators for PyTorch whose bits are those of the deployed runtime."""
 
+from ._inductor import set_fusion
+from .decompositions import decompositions
 from .dtypes import QUANT_DTYPES, QuantDtype, resolve
 from .fake_quantize import FakeQuantize, LearnedFakeQuantize
 from .granularity import Granularity, PerAxis, PerBlock, PerDims, PerTensor, PerToken
@@ -37,6 +39,7 @@ __all__ = [
     "calibrate",
     "choose_qparams",
     "convert",
+    "decompositions",
     "dequantize_linear",
     "dynamic_quantize",
     "dynamic_quantize_linear",
@@ -47,6 +50,7 @@ __all__ = [
     "quantize_linear",
     "quantize_tensor",
     "resolve",
+    "set_fusion",
     "sqnr",
     "unpack",
     "weight_bytes",

@@ -53,14 +53,14 @@ class _Options:
 # --- granularity, in plain tensor ops --------------------------------------------------------------------------------
 
 
-def _blocks(ndim: int, o: _Options) -> list[int] | None:
+def _blocks(ndim: int, axis: int, block_size: Sequence[int]) -> list[int] | None:
     """The block length in each dimension, 0 for all of it; None without blocks."""
-    if ndim > 1 and len(o.block_size) > 1:
-        return list(o.block_size)
-    if o.block_size[0] == 0:
+    if ndim > 1 and len(block_size) > 1:
+        return list(block_size)
+    if block_size[0] == 0:
         return None
     blocks = [1] * ndim
-    blocks[o.axis] = o.block_size[0]
+    blocks[axis] = block_size[0]
     return blocks
 
 
@@ -75,20 +75,24 @@ def _aligned(p: Tensor, ndim: int, axis: int) -> list[int]:
     return list(p.shape)
 
 
-def _spread(p: Tensor, sizes: Sequence[int], o: _Options) -> Tensor:
-    """scale or zero_point, so that it broadcasts against x."""
-    blocks = _blocks(len(sizes), o)
+def spread_parameter(p: Tensor, sizes: Sequence[int], axis: int, block_size: Sequence[int]) -> Tensor:
+    """scale or zero_point, so that it broadcasts against x of these sizes."""
+    blocks = _blocks(len(sizes), axis, block_size)
     if blocks is None:
-        return p.reshape(_aligned(p, len(sizes), o.axis))
+        return p.reshape(_aligned(p, len(sizes), axis))
     for dim, (block, size) in enumerate(zip(blocks, sizes, strict=True)):
         if block != 1:
             p = p.repeat_interleave(block or size, dim).narrow(dim, 0, size)
     return p
 
 
+def _spread(p: Tensor, sizes: Sequence[int], o: _Options) -> Tensor:
+    return spread_parameter(p, sizes, o.axis, o.block_size)
+
+
 def _collect(t: Tensor, p: Tensor, o: _Options) -> Tensor:
     """Sum what is one an element to p's shape: the transpose of `_spread`."""
-    blocks = _blocks(t.dim(), o)
+    blocks = _blocks(t.dim(), o.axis, o.block_size)
     if blocks is None:
         return t.sum_to_size(_aligned(p, t.dim(), o.axis)).reshape(p.shape)
     for dim, block in enumerate(blocks):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import _library  # noqa: F401  (the ops must exist)
+from ._inductor import ensure_registered
 from .dtypes import BY_NUMBER, FLOAT_NUMBERS, QuantDtype, resolve, type_name
 
 Sizes = Sequence[int]
@@ -344,6 +345,7 @@ def _register(op: str, kernel: Callable[..., Any], out_names: Sequence[str] = ("
     """Register `kernel` for the op, and a comparison of the given outputs with its own for the .out overload."""
 
     def fake(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        ensure_registered()
         return kernel(op, x, *args, **kwargs)
 
     def fake_out(x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .dtypes import resolve
-from .granularity import PerTensor
+from .granularity import PerTensor, check_granularity
 from .observers import MinMaxObserver, Observer, keep_dtype
 from .ops import fake_quantize_linear
 
@@ -157,6 +157,7 @@ class LearnedFakeQuantize(nn.Module):
         ste: str = "clipped",
     ):
         super().__init__()
+        check_granularity("LearnedFakeQuantize", granularity)
         self.dtype = resolve(dtype)
         self.granularity = granularity
         self.gradient_scale = gradient_scale

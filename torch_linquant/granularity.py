@@ -29,6 +29,19 @@ class Granularity:
         return {**args, "axis": 1 if args["axis"] is None else args["axis"]}
 
 
+def check_granularity(where: str, granularity: Any, argument: str = "granularity") -> None:
+    """Refuse what is no granularity object, a class among them.
+
+    Raises:
+        ValueError: naming the argument and what came.
+    """
+    if not isinstance(granularity, Granularity):
+        raise ValueError(
+            f"{where}: {argument} must be PerTensor(), PerAxis(axis), PerToken(), PerBlock(block_size) or "
+            f"PerDims(dims), but got {granularity!r}."
+        )
+
+
 @dataclass(frozen=True)
 class PerTensor(Granularity):
     """One scale for the whole tensor; scale is 0-d.

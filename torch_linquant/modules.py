@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dtypes import resolve
-from .granularity import PerAxis
+from .granularity import PerAxis, check_granularity
 from .observers import Observer, keep_dtype
 from .ops import dequantize_linear, quantize_linear
 from .qparams import quantize_tensor
@@ -43,6 +43,11 @@ class QuantizedLayer(nn.Module):
         weight_symmetric: bool = True,
     ):
         super().__init__()
+        check_granularity(type(self).__name__, weight_granularity, "weight_granularity")
+        if resolve(weight_dtype).bits > 16:
+            raise ValueError(
+                f"{type(self).__name__}: weight_dtype must have at most 16 bits, but got {weight_dtype!r}."
+            )
         for name in self._settings:
             setattr(self, name, getattr(module, name))
         self.weight_dtype = resolve(weight_dtype)
@@ -77,7 +82,7 @@ class QuantizedLayer(nn.Module):
         Args:
             module: the float layer; it is left untouched.
             observer: one that has seen the layer's input; it gives the input's scale, zero point and type.
-            weight_dtype: an integer type of at most 8 bits for the codes of the weight: "int8", "int4", ...
+            weight_dtype: a type of at most 16 bits for the codes of the weight: "int8", "int4", "float8_e4m3fn", ...
             weight_granularity: which weights share a scale. Axis 0 is the output channel.
             weight_symmetric: whether the weight's zero point is in the middle of the codes (0 for signed types).
 
@@ -130,9 +135,10 @@ class QuantizedLayer(nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output, of the type of input."""
-        x = self.dequantize_input(self.quantize_input(input), input.dtype)
-        return self._compute(x, self.dequantize_weight(input.dtype))
+        """Return the layer's output, of the type of input (float32 for int32, autocast's under torch.autocast)."""
+        dtype = input.dtype if input.is_floating_point() else torch.float32
+        x = self.dequantize_input(self.quantize_input(input), dtype)
+        return self._compute(x, self.dequantize_weight(dtype))
 
     def _compute(self, x: Tensor, weight: Tensor) -> Tensor:
         """The float layer."""

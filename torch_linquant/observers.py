@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .dtypes import resolve
-from .granularity import PerAxis, PerTensor
+from .granularity import PerAxis, PerTensor, check_granularity
 from .ops import min_max
 from .qparams import choose_qparams
 
@@ -45,7 +45,11 @@ class Observer(nn.Module):
             as in `choose_qparams`.
         name: what errors and warnings call this observer. `prepare` gives the path of the module and "input".
 
+    Attributes:
+        enabled: whether batches are taken in; False lets them pass.
+
     Raises:
+        ValueError: if an option does not fit the type.
         RuntimeError: from `forward`, if a batch has another number of channels than the ones before it (nothing
             changes); from `range` and `calculate_qparams`, if no finite value was seen.
     """
@@ -66,6 +70,7 @@ class Observer(nn.Module):
         name: str = "",
     ):
         super().__init__()
+        check_granularity(type(self).__name__, granularity)
         self.name = name
         self.dtype = resolve(dtype)
         self.granularity = granularity

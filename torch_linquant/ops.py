@@ -43,9 +43,17 @@ from torch import Tensor
 
 from ._autograd import needs_autograd
 from ._sharding import ensure_registered
-from .dtypes import QuantDtype, float_number, resolve, type_name
+from .dtypes import QUANT_DTYPES, QuantDtype, float_number, resolve, type_name
 
 _ops = torch.ops.linquant
+_CODE_STORAGE = {t.storage for t in QUANT_DTYPES}
+
+
+def _output_number(op: str, dtype: "QuantDtype | torch.dtype | str | None", zero_point: Any) -> int:
+    """The number of the codes' type; 0 where zero_point's own type says it."""
+    if dtype is None and isinstance(zero_point, Tensor) and zero_point.dtype not in _CODE_STORAGE:
+        raise ValueError(f"{op}: dtype must be given where zero_point is {type_name(zero_point.dtype)}.")
+    return _number(dtype)
 
 
 def _number(dtype: "QuantDtype | torch.dtype | str | None") -> int:
@@ -83,18 +91,36 @@ def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
     defaults = _DEFAULTS[name]
     kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key]}
     op = getattr(_ops, name)
-    if out is None:
+    try:
+        if out is not None:
+            return _call_out(name, op, out, *args, **kwargs)
         if name not in _DIFFERENTIABLE or torch.compiler.is_compiling() or needs_autograd(*args):
             return op(*args, **kwargs)
         ensure_registered(*args)
         # The op would go by way of Python to find that it has nothing to do there.
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
-    if needs_autograd(*(a for a in args if isinstance(a, Tensor))):
-        raise RuntimeError(
-            f"{name}: out must be absent where a gradient is recorded, but got one. Use torch.no_grad()."
-        )
-    return op.out(*args, **kwargs, **(out if isinstance(out, dict) else {"out": out}))
+    except (AttributeError, TypeError, RuntimeError):
+        for argument, given in zip(("x", "scale", "zero_point"), args, strict=False):
+            if not isinstance(given, Tensor) and given is not None:
+                raise TypeError(
+                    f"{name}: {argument} must be a tensor, but got {given!r}. Write torch.tensor({given!r})."
+                ) from None
+        raise
+
+
+def _call_out(name: str, op: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
+    outs = out if isinstance(out, dict) else {"out": out}
+    if not torch.compiler.is_compiling():
+        if name in _DIFFERENTIABLE and needs_autograd(*args):
+            raise RuntimeError(f"{name}: out must be absent where a gradient is recorded. Call under torch.no_grad().")
+        return op.out(*args, **kwargs, **outs)
+    # PyTorch's compiler takes no op that returns what it was given.
+    results = op(*args, **kwargs)
+    for to, result in zip(outs.values(), results if isinstance(results, tuple) else (results,), strict=True):
+        torch._check(to.shape == result.shape and to.dtype == result.dtype, lambda: f"{name}: out does not fit.")
+        to.copy_(result)
+    return tuple(outs.values()) if isinstance(results, tuple) else out
 
 
 def quantize_linear(
@@ -127,9 +153,11 @@ def quantize_linear(
 
     Args:
         x: float32, float16, bfloat16, float64 or int32 (converted to float32 first), of any shape and layout.
-        scale: float32, float16, bfloat16, float64 or float8_e8m0fnu; not necessarily x's type. Its shape is the
-            granularity: see the top of this module.
-        zero_point: of scale's shape. For integer codes any integer type, also values outside the range of the codes, or
+        scale: float32, float16, bfloat16, float64 or float8_e8m0fnu; not necessarily x's type. Its shape says which
+            elements share one. For x of shape [O, I]: [] one for all; [O] or [I] one for each index of axis;
+            [O, ceil(I / B)] one for each block of block_size B; [O, 1] one for each row. More at the top of this
+            module: `help(torch_linquant.ops)`.
+        zero_point: of scale's shape. For integer codes int8 to int64 or uint8 to uint32, of any value, or
             a floating type, which is rounded to nearest and clamped to the range; absent is 0. For float8 codes a
             tensor of that type, whose value is not used. For float4 codes float4 codes in uint8.
         dtype: type of the codes: uint8, int8, uint16, int16, int32, uint4, int4, uint2, int2, a float8 type or
@@ -193,7 +221,7 @@ def quantize_linear(
         zero_point,
         axis=axis,
         block_size=block_size,
-        output_dtype=_number(dtype),
+        output_dtype=_output_number("quantize_linear", dtype, zero_point),
         saturate=saturate,
         precision=float_number("precision", precision),
         quant_min=quant_min,
@@ -300,7 +328,7 @@ def fake_quantize_linear(
         zero_point,
         axis=axis,
         block_size=block_size,
-        output_dtype=_number(dtype),
+        output_dtype=_output_number("fake_quantize_linear", dtype, zero_point),
         saturate=saturate,
         precision=float_number("precision", precision),
         quant_min=quant_min,
@@ -327,7 +355,8 @@ def dynamic_quantize_linear(
 
     in float32 (float64 for float64 x), then `quantize_linear`. `symmetric` takes the range [-a, a] with
     a = max(-mn, mx) and the zero point 0, or the middle of the codes where they are unsigned. A slice of zeros, or one
-    with no element, has scale 1. NaN is left out of the range and becomes the lowest code.
+    with no element, has scale 1. NaN is left out of the range and becomes the lowest code. Infinity is not, as in ONNX:
+    the scale is then infinite. `quantize_tensor` leaves it out.
 
     Args:
         x: float32, float16, bfloat16, float64 or int32.
@@ -348,6 +377,11 @@ def dynamic_quantize_linear(
     >>> dynamic_quantize_linear(torch.tensor([0.0, 2.0, -3.0, -2.5, 1.34, 0.5]))
     (tensor([153, 255,   0,  26, 221, 179], dtype=torch.uint8), tensor(0.0196), tensor(153, dtype=torch.uint8))
     """
+    code = resolve(dtype)
+    if code.is_float or code.bits > 16:
+        raise ValueError(
+            f"dynamic_quantize_linear: dtype must be an integer type of at most 16 bits, but got {code.name}."
+        )
     outs = None if out is None else dict(zip(("y", "scale", "zero_point"), out, strict=True))
     return _call(
         "dynamic_quantize_linear",
@@ -399,6 +433,11 @@ def dynamic_quantize(
             [10, -2]], dtype=torch.int8)
     """
     code = resolve(dtype)
+    for name, given in (("src", src), ("scales", scales), ("zps", zps)):
+        if not isinstance(given, Tensor) and given is not None:
+            raise TypeError(
+                f"dynamic_quantize: {name} must be a tensor, but got {given!r}. Write torch.tensor({given!r})."
+            )
     checks = [
         ("src", src.dtype == torch.float32, "float32", type_name(src.dtype)),
         ("scales", scales.dtype == torch.float32, "float32", type_name(scales.dtype)),
@@ -467,6 +506,13 @@ def min_max(
     return _call("min_max", outs, x, axis=axis, block_size=block_size)
 
 
+def _packed_number(op: str, dtype: "QuantDtype | torch.dtype | str") -> int:
+    code = resolve(dtype)
+    if code.bits >= 8:
+        raise ValueError(f"{op}: dtype must be uint4, int4, float4_e2m1, uint2 or int2, but got {code.name}.")
+    return code.number
+
+
 def pack(x: Tensor, dtype: "QuantDtype | torch.dtype | str", *, out: Tensor | None = None) -> Tensor:
     """Pack 4-bit or 2-bit codes, one an element, into bytes along the last dimension.
 
@@ -481,12 +527,12 @@ def pack(x: Tensor, dtype: "QuantDtype | torch.dtype | str", *, out: Tensor | No
         uint8, [..., ceil(n * bits / 8)].
 
     Raises:
-        RuntimeError: if x or dtype is of another type.
+        RuntimeError, ValueError: if x or dtype is of another type.
 
     >>> pack(torch.tensor([1, -1, 7], dtype=torch.int8), "int4")
     tensor([241,   7], dtype=torch.uint8)
     """
-    return _call("pack", out, x, x_dtype=_number(dtype))
+    return _call("pack", out, x, x_dtype=_packed_number("pack", dtype))
 
 
 def unpack(
@@ -507,9 +553,9 @@ def unpack(
         int8 for int4 and int2, else uint8; [..., packed_size].
 
     Raises:
-        RuntimeError: if x or dtype is of another type, or packed_size does not fit.
+        RuntimeError, ValueError: if x or dtype is of another type, or packed_size does not fit.
 
     >>> unpack(torch.tensor([241, 7], dtype=torch.uint8), "int4", 3)
     tensor([ 1, -1,  7], dtype=torch.int8)
     """
-    return _call("unpack", out, x, x_dtype=_number(dtype), packed_size=packed_size)
+    return _call("unpack", out, x, x_dtype=_packed_number("unpack", dtype), packed_size=packed_size)

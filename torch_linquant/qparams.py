@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import QuantDtype, resolve
-from .granularity import Granularity, PerTensor
+from .granularity import Granularity, PerTensor, check_granularity
 from .ops import min_max, quantize_linear
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -38,14 +38,16 @@ def choose_qparams(
             there is no zero point.
         symmetric: the range [-a, a] with a = max(|r_min|, |r_max|): scale = 2 a / (q_max - q_min), and the zero point
             is 0 for signed types and the middle, (q_max + q_min + 1) // 2 (128 for uint8), for unsigned ones.
-        include_zero: widen the range to hold 0, so that 0 is exact. If False, the formula is used as written; a range
-            of one value c != 0 then gets the scale |c|, which represents c exactly.
+        include_zero: widen the range to hold 0, so that 0 is exact. If False, the codes cover the range as it is, with
+            a zero point that is int32 and not clamped, since it lies outside the codes where the range does not hold 0
+            (ONNX Runtime takes none such). A range of one value c != 0 then has the scale |c|, which is exact.
         eps: the smallest scale. Default: the smallest normal float32, 2^-126.
-        power_of_two: round the scale up to a power of two.
+        power_of_two: round the scale up to a power of two, at most 2^127.
         quant_min, quant_max: a narrower range of integer codes.
 
     Returns:
         (scale, zero_point): of r_min's shape; zero_point has the storage type of the codes and is None for float codes.
+        Symmetric codes do not reach +a: the range's upper end saturates by half a step.
 
     Raises:
         ValueError: if shapes differ, or an option does not fit the type.
@@ -57,6 +59,9 @@ def choose_qparams(
     (tensor(0.0312), tensor(0, dtype=torch.int8))
     """
     code = resolve(dtype)
+    for name, r in (("r_min", r_min), ("r_max", r_max)):
+        if not isinstance(r, Tensor):
+            raise ValueError(f"choose_qparams: {name} must be a tensor, but got {r!r}. Write torch.tensor({r!r}).")
     if r_min.shape != r_max.shape:
         raise ValueError(
             f"choose_qparams: r_max must have r_min's shape {list(r_min.shape)}, but got shape {list(r_max.shape)}."
@@ -83,10 +88,12 @@ def choose_qparams(
     if symmetric:
         middle = min(max(0, q_min), q_max) if code.signed else (q_max + q_min + 1) // 2
         return scale, torch.full_like(scale, middle, dtype=code.storage)
-    # In float32 the bounds of int32 would not be exact.
-    zero_point = q_min - low / scale
-    if code.bits == 32:
-        zero_point = zero_point.to(torch.float64)
+    if not include_zero:
+        # Codes cover a range without 0 only where 0 has no code: the zero point lies outside the range of the codes.
+        zero_point = q_min - low.double() / scale.double()
+        return scale, zero_point.clamp(-(2.0**31), 2.0**31 - 1).round().to(torch.int32)
+    # In float32 the numbers around the bounds of int32 would not be exact.
+    zero_point = q_min - low.double() / scale.double() if code.bits == 32 else q_min - low / scale
     return scale, zero_point.clamp(q_min, q_max).round().to(code.storage)
 
 
@@ -132,6 +139,7 @@ def quantize_tensor(
     >>> quantize_tensor(x, "int8", PerAxis(0), symmetric=True)[1]
     tensor([5.7145, 2.3176, 5.3694])
     """
+    check_granularity("quantize_tensor", granularity)
     code = resolve(dtype)
     r_min, r_max = min_max(x, **granularity.reduce_args(x.dim()))
     scale, zero_point = choose_qparams(

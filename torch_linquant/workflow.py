@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .granularity import PerAxis
+from .granularity import PerAxis, PerTensor
 from .modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
 from .observers import MinMaxObserver, Observer
 
@@ -32,7 +32,8 @@ def prepare(model: nn.Module, observer: Observer | None = None, *, skip: Collect
 
     The copy computes what the model computes and can be trained, compiled and saved; its state is the model's plus that
     of the observers, which are found at `<layer>.input_observer`. A layer that the model holds in several places has
-    one observer. Subclasses of the two types are left alone.
+    one observer. Subclasses of the two types are left alone, and so is everything else that computes: attention's own
+    projections, recurrent layers, embeddings, convolutions of other ranks stay in float.
 
     Args:
         model: any module, in any nesting. It is left untouched.
@@ -59,6 +60,13 @@ def prepare(model: nn.Module, observer: Observer | None = None, *, skip: Collect
         observer = MinMaxObserver("uint8")
     if not isinstance(observer, Observer):
         raise ValueError(f"prepare: observer must be an Observer, but got {observer!r}.")
+    if not isinstance(observer.granularity, (PerTensor, PerAxis)):
+        raise ValueError(
+            f"prepare: observer must be PerTensor() or PerAxis(axis), but got {observer.granularity}. Scales of single "
+            "tokens or blocks of an input fit the batches of the calibration alone."
+        )
+    if isinstance(skip, str):
+        raise ValueError(f"prepare: skip must be a collection of paths, but got {skip!r}. Pass [{skip!r}].")
     if _observed(model):
         raise ValueError("prepare: model must be a float model, but got one with observers in it.")
     paths = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -102,7 +110,7 @@ def calibrate(
     Args:
         model: what `prepare` returned.
         batches: an iterable of the model's inputs. A tensor is the one argument, a tuple or list the positional
-            arguments, a mapping the keyword arguments.
+            arguments, a mapping the keyword arguments. From a loader of inputs and labels: `(x for x, _ in loader)`.
         steps: stop after this many batches. Default: all of them.
         progress: called after each batch as `progress(done, total)`; total is None where it is not known.
 
@@ -117,6 +125,11 @@ def calibrate(
     """
     if not _observed(model):
         raise ValueError("calibrate: model must have observers in it, but got none. Call prepare() first.")
+    if isinstance(batches, Tensor):
+        raise ValueError(
+            f"calibrate: batches must be an iterable of batches, but got a tensor of shape {list(batches.shape)}. "
+            "Pass [x] for one batch."
+        )
     if steps is not None and steps < 1:
         raise ValueError(f"calibrate: steps must be None or at least 1, but got {steps}.")
     hint = operator.length_hint(batches, -1)  # as len(), but content with iterables that have none
@@ -142,7 +155,9 @@ def convert(
 ) -> nn.Module:
     """Return a copy of a calibrated model with quantized layers in the place of those that were observed.
 
-    What is not quantized is copied. The model is left as it is and may see more batches.
+    What is not quantized is copied, and the hooks of a layer go with it. The model is left as it is and may see more
+    batches. The layers keep codes and multiply in float: the result shows what a runtime will compute and is what is
+    exported to it, and is not faster in PyTorch.
 
     Args:
         model: what `prepare` returned, after calibration.
@@ -173,16 +188,17 @@ def convert(
             )
     # deepcopy takes what is in its memo for the copy: so a layer is replaced wherever the model refers to it, and its
     # float weight is not copied first.
-    replacements = {
-        id(layer): _QUANTIZED[type(layer)].from_float(
+    replacements = {}
+    for layer in layers:
+        quantized = _QUANTIZED[type(layer)].from_float(
             layer,
             getattr(layer, _OBSERVER),
             weight_dtype=weight_dtype,
             weight_granularity=weight_granularity,
             weight_symmetric=weight_symmetric,
         )
-        for layer in layers
-    }
+        _carry_hooks(layer, quantized)
+        replacements[id(layer)] = quantized
     return copy.deepcopy(model, replacements)
 
 
@@ -210,6 +226,10 @@ def sqnr(float_model: nn.Module, quantized_model: nn.Module, batch: Any) -> dict
     True
     """
     names = [name for name, module in quantized_model.named_modules() if isinstance(module, QuantizedLayer)]
+    if not names:
+        raise ValueError(
+            "sqnr: quantized_model must hold quantized layers, but got none. Pass what convert() returned."
+        )
     exact = _outputs(float_model, names, batch)
     noisy = _outputs(quantized_model, names, batch)
     ratios = {}
@@ -236,6 +256,17 @@ def weight_bytes(model: nn.Module) -> int:
 def _observe_input(layer: nn.Module, args: tuple, kwargs: dict) -> None:
     """The hook that shows a layer's input to its observer. The layer's own arguments go on unchanged."""
     getattr(layer, _OBSERVER)(args[0] if args else kwargs["input"])
+
+
+def _carry_hooks(layer: nn.Module, quantized: nn.Module) -> None:
+    """Give the quantized layer the user's hooks of the float one."""
+    ours = {key for key, hook in layer._forward_pre_hooks.items() if hook is _observe_input}
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        for kind in ("", "_with_kwargs", "_always_called"):
+            hooks = getattr(layer, name + kind, {})
+            own = {key: hook for key, hook in hooks.items() if key not in ours}
+            if own:
+                getattr(quantized, name + kind).update(own)
 
 
 def _observed(model: nn.Module) -> list[nn.Module]:
