@@ -61,6 +61,17 @@ class Torch:
         integers = {1: self.torch.uint8, 2: self.torch.int16, 4: self.torch.int32}
         return [t.contiguous().view(integers.get(t.element_size(), t.dtype)).numpy() for t in results]
 
+    def gradient(self, function, x, *parameters) -> dict:
+        """A call that computes values and the gradients of their sum, and returns values and x's gradient."""
+        inputs = [t.requires_grad_() for t in (x, *parameters)]
+        ones = self.torch.ones_like(x)
+
+        def call():
+            y = function(*inputs)
+            return y.detach(), self.torch.autograd.grad(y, inputs, ones)[0]
+
+        return {"alloc": call}
+
     def with_out(self, make, write) -> dict:
         """Both forms of a call: `make()` returns its results, `write(buffers)` fills buffers like them."""
         results = make()
@@ -127,6 +138,25 @@ class Linquant(Torch):
         options = self.grain(row) | self.codes(row, zero_point)
         return self.both(row, "fake_quantize_linear", ("out",), x, scale, zero_point, **options)
 
+    def chain(self, row, shape, x, scale, zero_point):
+        self.torch._dynamo.reset()
+        fake_quantize, relu = self.package.fake_quantize_linear, self.torch.relu
+        call = self.torch.compile(lambda x: fake_quantize(relu(x), scale, zero_point), fullgraph=True, dynamic=False)
+        return {"alloc": lambda: call(x)}
+
+    def recorded(self, row, shape, x, scale, zero_point):
+        x.requires_grad_()
+        function = self.package.fake_quantize_linear
+        return {"alloc": lambda: function(x, scale, zero_point).detach()}
+
+    def train(self, row, shape, x, scale, zero_point):
+        options = self.grain(row)
+        return self.gradient(lambda x: self.package.fake_quantize_linear(x, scale, zero_point, **options), x)
+
+    def train_scale(self, row, shape, x, scale, zero_point):
+        function = self.package.fake_quantize_linear
+        return self.gradient(lambda x, scale: function(x, scale, zero_point), x, scale)
+
     def dequantize(self, row, shape, x, scale, zero_point):
         packed = {"x_dtype": TYPES[row.x].onnx, "packed_size": shape[-1]} if row.packed else {}
         return self.both(row, "dequantize_linear", ("out",), x, scale, zero_point, **self.grain(row), **packed)
@@ -143,6 +173,14 @@ class Linquant(Torch):
 
     def unpack(self, row, shape, x):
         return self.both(row, "unpack", ("out",), x, x_dtype=TYPES[row.x].onnx, packed_size=shape[-1])
+
+
+class Opaque(Linquant):
+    """Our compiled chain with the op left as a call of its own, to compare with the one that is fused."""
+
+    def prepare(self, row, shape, data, nbytes):
+        self.package.set_fusion(False)
+        return super().prepare(row, shape, data, nbytes) if row.work == "chain" else {}
 
 
 class Eager(Torch):
@@ -182,6 +220,24 @@ class Eager(Torch):
         z = zero_point.int()
         return {"alloc": lambda: self.torch.fake_quantize_per_channel_affine(x, scale, z, axis, lo, hi)}
 
+    def train(self, row, shape, x, scale, zero_point):
+        lo, hi, axis = TYPES[row.y].lo, TYPES[row.y].hi, row.grain.axis
+        if axis is None:
+            s, z = scale.item(), zero_point.item()
+            return self.gradient(lambda x: self.torch.fake_quantize_per_tensor_affine(x, s, z, lo, hi), x)
+        z = zero_point.int()
+        return self.gradient(lambda x: self.torch.fake_quantize_per_channel_affine(x, scale, z, axis, lo, hi), x)
+
+    def train_scale(self, row, shape, x, scale, zero_point):
+        function, z = self.torch._fake_quantize_learnable_per_tensor_affine, zero_point.float().reshape(1)
+        lo, hi = TYPES[row.y].lo, TYPES[row.y].hi
+        return self.gradient(lambda x, s: function(x, s, z, lo, hi, 1.0), x, scale.reshape(1))
+
+    def recorded(self, row, shape, x, scale, zero_point):
+        lo, hi, s, z = TYPES[row.y].lo, TYPES[row.y].hi, scale.item(), zero_point.item()
+        x.requires_grad_()
+        return {"alloc": lambda: self.torch.fake_quantize_per_tensor_affine(x, s, z, lo, hi).detach()}
+
     def dynamic_quantize(self, row, shape, x):
         torch = self.torch
 
@@ -211,6 +267,8 @@ class Formula(Torch):
     def prepare(self, row, shape, data, nbytes):
         if row.grain.block and shape[row.grain.axis] % row.grain.block:
             return {}  # the formula views blocks as a dimension
+        if not hasattr(self, row.work):
+            return {}
         function = getattr(self, row.work)(row, shape)
         args = [self.tensor(value) for value in data.values()]
         if "scale" in data:  # the parameters as x's rank has them, zero points in x's floating type (f32 for codes)
@@ -273,6 +331,10 @@ class Formula(Torch):
             return self.flat(row, self.decode(row, codes, scale, zero_point, x.dtype))
 
         return function
+
+    def chain(self, row, shape):
+        function = self.fake_quantize(row, shape)
+        return lambda x, scale, zero_point: function(self.torch.relu(x), scale, zero_point)
 
     def dynamic_quantize(self, row, shape):
         torch, code, dtype, dims = self.torch, TYPES[row.y], self.dtype(row.y), row.grain.reduced(len(shape)) or ()
@@ -439,6 +501,7 @@ CONTENDERS = {
     "eager": Eager,
     "formula": Formula,
     "compile": Compile,
+    "opaque": Opaque,
     "onnxruntime": OnnxRuntime,
 }
 OURS, BASELINE = "linquant", "copy"

@@ -129,10 +129,16 @@ ROWS = [
     Row("min and max f32, over dim 1", "min_max", "f32", "f32", FIRST, {"eager": 12}),
     Row("pack int4", "pack", "int4", "int4"),
     Row("unpack int4", "unpack", "int4", "int4"),
+    Row("relu, fake quantize f32, int8, compiled", "chain", "f32", "int8"),
+    Row("fake quantize f32, int8, with gradient to x", "train", "f32", "int8", TENSOR, {"eager": 1.2}),
+    Row("fake quantize f32, int8, with gradients to x, scale", "train_scale", "f32", "int8", TENSOR, {"eager": 1.2}),
+    Row("fake quantize f32, int8, per axis, with gradient", "train", "f32", "int8", FIRST, {"eager": 1.2}),
     Row("one call, quantize f32 -> int8, op", "quantize", "f32", "int8", TENSOR, CALL, (16,)),
     Row("one call, quantize f32 -> int8, function", "quantize", "f32", "int8", TENSOR, CALL, (16,), function=True),
     Row("one call, fake quantize f32, op", "fake_quantize", "f32", "int8", TENSOR, CALL, (16,)),
     Row("one call, fake quantize f32, function", "fake_quantize", "f32", "int8", TENSOR, CALL, (16,), function=True),
+    Row("one call, fake quantize f32, recorded", "recorded", "f32", "int8", TENSOR, {"others": 0.0}, (16,)),
+    Row("one call, fake quantize f32, with gradient", "train", "f32", "int8", TENSOR, {"others": 0.0}, (16,)),
 ]  # fmt: skip
 
 
@@ -153,7 +159,7 @@ def make_data(row: Row, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         data = {"x": codes if row.work == "pack" else pack(codes, x_type)}
     else:
         data = {"x": rng.standard_normal(shape, np.float32).astype(x_type.numpy)}
-    if row.work in ("quantize", "dequantize", "fake_quantize"):
+    if row.work not in ("dynamic_quantize", "min_max", "pack", "unpack"):
         code = x_type if row.work == "dequantize" else y_type
         count = row.grain.shape(shape)
         # Six standard deviations over the range of the codes, so that a few elements saturate.
@@ -213,6 +219,18 @@ def _fake_quantize(row, shape, x, scale, zero_point):
     return (_decode(row, shape, _encode(row, shape, x, scale, zero_point), scale, zero_point),)
 
 
+def _chain(row, shape, x, scale, zero_point):
+    return _fake_quantize(row, shape, np.maximum(x, 0), scale, zero_point)
+
+
+def _train(row, shape, x, scale, zero_point):
+    """The values, and the gradient to x of their sum: 1 where the code is in its range."""
+    code = TYPES[row.y]
+    rounded = np.rint(x / row.grain.spread(scale, shape)) + row.grain.spread(zero_point, shape).astype(np.float32)
+    inside = (rounded >= code.lo) & (rounded <= code.hi)
+    return *_fake_quantize(row, shape, x, scale, zero_point), inside.astype(np.float32)
+
+
 def _min_max(row, shape, x):
     return x.min(row.grain.reduced(x.ndim)), x.max(row.grain.reduced(x.ndim))
 
@@ -231,6 +249,10 @@ REFERENCES: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "fake_quantize": _fake_quantize,
+    "chain": _chain,
+    "recorded": _fake_quantize,
+    "train": _train,
+    "train_scale": _train,  # the scale's gradient is computed, not compared: its sum has an order of its own
     "dynamic_quantize": _dynamic_quantize,
     "min_max": _min_max,
     "pack": lambda row, shape, x: (pack(x, TYPES[row.x]),),

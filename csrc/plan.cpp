@@ -220,7 +220,10 @@ Sizes check_packed_size(const char* op, const Tensor& x, int per_byte, int64_t p
   if (type_of(x) != DataType::kUInt8) fail(op, ": x must be uint8 to be unpacked, but got ", name_of(x), ".");
   Sizes sizes = sizes_of(x);
   if (sizes.empty()) fail(op, ": x must have at least one dimension to be unpacked, but got a 0-d tensor.");
-  const int64_t bytes = sizes.back(), most = bytes * per_byte;
+  const int64_t bytes = sizes.back();
+  int64_t most;
+  if (__builtin_mul_overflow(bytes, per_byte, &most))
+    fail(op, ": x must not hold more codes than int64 counts, but got shape ", Shape{sizes}, ".");
   const int64_t least = std::max<int64_t>(0, most - per_byte + 1);
   if (packed_size < least || packed_size > most)
     fail(op, ": packed_size must fit the ", bytes, " bytes of x's last dimension, which hold ", least, " to ", most,
@@ -232,6 +235,8 @@ Sizes check_packed_size(const char* op, const Tensor& x, int per_byte, int64_t p
 int64_t blocks(int64_t size, int64_t block) { return size / block + (size % block != 0); }
 
 void check_block_size(const char* op, const Sizes& x_sizes, const Sizes& block_size) {
+  if (block_size.size() != 1 && x_sizes.size() < 2)
+    fail(op, ": block_size must have 1 entry, but got ", block_size.size(), ".");
   if (block_size.size() != 1 && block_size.size() != x_sizes.size())
     fail(op, ": block_size must have 1 or ", x_sizes.size(), " entries (one per dimension of x), but got ",
          block_size.size(), ".");
@@ -426,7 +431,7 @@ QuantizeSpec check_quantize(const QuantizeArguments& a) {
   check_scale(a.op, a.x, a.scale, a.zero_point);
   const CodeType& code = check_output_type(a);
   check_zero_point_type(a.op, code, a.zero_point);
-  if (a.precision != 0 && (a.precision > 16 || !is_float(static_cast<DataType>(a.precision))))
+  if (a.precision != 0 && (a.precision < 0 || a.precision > 16 || !is_float(static_cast<DataType>(a.precision))))
     fail(a.op, ": precision must be 0 or the number of ", kFloatNumbers, ", but got ", a.precision, ".");
 
   QuantizeSpec s{};
@@ -517,7 +522,9 @@ const CodeType* check_unpack(const char* op, const Tensor& x, int64_t x_dtype, s
                              Sizes& sizes) {
   const CodeType* code = check_sub_byte(op, x_dtype);
   const int per_byte = 8 / code->bits;
-  const int64_t all = x.dim() > 0 ? x.size(x.dim() - 1) * per_byte : 0;
+  int64_t all = 0;
+  if (x.dim() > 0 && __builtin_mul_overflow(x.size(x.dim() - 1), per_byte, &all))
+    fail(op, ": x must not hold more codes than int64 counts, but got shape ", Shape{sizes_of(x)}, ".");
   sizes = check_packed_size(op, x, per_byte, packed_size.value_or(all));
   return code;
 }
@@ -612,6 +619,10 @@ void check_out(const char* op, const char* name, const Tensor& on, const Sizes& 
   if (sizes_of(out) != sizes)
     fail(op, ": ", name, " must have shape ", Shape{sizes}, ", but got shape ", Shape{sizes_of(out)}, ".");
   if (type_of(out) != type) fail(op, ": ", name, " must be ", name_of(type), ", but got ", name_of(out), ".");
+  const Sizes strides = strides_of(out);
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] > 1 && strides[d] == 0)
+      fail(op, ": ", name, " must not be expanded, but got stride 0 in dimension ", d, ".");
 }
 }  // namespace
 

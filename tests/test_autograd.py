@@ -257,6 +257,26 @@ def test_scales_that_cannot_have_a_gradient():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones(8))
 
 
+def test_out_is_seen_by_autograd():
+    """A tensor saved for a gradient and then written into: an error in backward, not another gradient."""
+    w = torch.tensor([0.0, 1.0], requires_grad=True)
+    for write in (
+        lambda y: lq.fake_quantize_linear(torch.tensor([5.0, 5.0]), torch.tensor(1.0), out=y),
+        lambda y: OPS.fake_quantize_linear.out(torch.tensor([5.0, 5.0]), torch.tensor(1.0), out=y),
+        lambda y: lq.dequantize_linear(torch.tensor([5, 5], dtype=torch.int8), torch.tensor(1.0), out=y),
+    ):
+        y = w.exp()
+        write(y.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    leaf = torch.zeros(2, requires_grad=True)
+    for out in (leaf, w * 2):
+        with pytest.raises(RuntimeError, match="out must be absent where a gradient is recorded"):
+            lq.fake_quantize_linear(torch.ones(2), torch.tensor(1.0), out=out)
+    with pytest.raises(RuntimeError, match="min_max: out must be absent"):
+        lq.min_max(w, out=(torch.empty(()), torch.empty(())))
+
+
 def test_out_and_gradients_exclude_each_other():
     x = torch.randn(8, requires_grad=True)
     with pytest.raises(RuntimeError, match="fake_quantize_linear: out must be absent where a gradient is recorded"):

@@ -64,6 +64,11 @@ TABLE = {
     "zero_point-float4": (Q, (X, S, t(dtype=I8)), {"output_dtype": 23}, "zero_point must be uint8 for float4_e2m1 codes, but got int8."),
     "zero_point-codes": (D, (t(4, dtype=E4), S, t(dtype=U8)), {}, "zero_point must be float8_e4m3fn for float8_e4m3fn codes, but got uint8."),
     "precision": (Q, (X, S), {"precision": 2}, f"precision must be 0 or the number of {FLOAT_NUMBERS}, but got 2."),
+    "precision-huge": (Q, (X, S), {"precision": -4294967295}, f"precision must be 0 or the number of {FLOAT_NUMBERS}, but got -4294967295."),
+    "block_size-none-0d": (Q, (t(), S), {"block_size": []}, "block_size must have 1 entry, but got 0."),
+    "block_size-none-range": (MM, (t(),), {"block_size": []}, "block_size must have 1 entry, but got 0."),
+    "block_size-vector": (Q, (t(4), S), {"block_size": [1, 2]}, "block_size must have 1 entry, but got 2."),
+    "packed-huge": ("unpack", (t(1, dtype=U8).expand(2**62),), {"x_dtype": 25}, "x must not hold more codes than int64 counts, but got shape [4611686018427387904]."),
     "precision-negative": (Q, (X, S), {"precision": -1}, f"precision must be 0 or the number of {FLOAT_NUMBERS}, but got -1."),
     "arithmetic": (Q, (X, S), {"arithmetic": "tflite"}, 'arithmetic must be "onnx", "onednn" or "executorch", but got "tflite".'),
     "arithmetic-float8": (F, (X, S), {"arithmetic": "onednn", "output_dtype": 19}, 'arithmetic must be "onnx" for float8_e5m2 codes, but got "onednn".'),
@@ -151,6 +156,7 @@ OUTS = {
     "shape": (t(4, 5, dtype=U8), "out must have shape [4, 6], but got shape [4, 5]."),
     "rank": (t(24, dtype=U8), "out must have shape [4, 6], but got shape [24]."),
     "type": (t(4, 6), "out must be uint8, but got float32."),
+    "expanded": (t(1, 6, dtype=U8).expand(4, 6), "out must not be expanded, but got stride 0 in dimension 0."),
 }
 
 
@@ -159,6 +165,7 @@ OUTS = {
 def test_out(case, device):
     out, sentence = case
     x, scale, given = on(device, (X, S, out))
+    given = given.as_strided(out.shape, out.stride())
     assert message(torch.ops.linquant.quantize_linear.out, (x, scale), {"out": given}) == f"{Q}: {sentence}"
     assert out.eq(1).all()
 
@@ -225,6 +232,30 @@ def test_value_error(case):
 
 
 SENTENCES = {
+    "saturate-none": (
+        lambda: lq.quantize_linear(X, S, dtype=E4, saturate=None),
+        "quantize_linear: saturate must be True or False, but got None.",
+    ),
+    "packed-int": (
+        lambda: lq.quantize_linear(X, S, dtype="int4", packed=1),
+        "quantize_linear: packed must be True or False, but got 1.",
+    ),
+    "eps-small": (
+        lambda: lq.choose_qparams(S, S, "int8", eps=1e-50),
+        "choose_qparams: eps must be a positive float32, but got 1e-50.",
+    ),
+    "eps-large": (
+        lambda: lq.choose_qparams(S, S, "int8", eps=1e300),
+        "choose_qparams: eps must be a positive float32, but got 1e+300.",
+    ),
+    "quant_min-float": (
+        lambda: lq.choose_qparams(S, S, "int8", quant_min=0.5),
+        "choose_qparams: quant_min must be an integer, but got 0.5.",
+    ),
+    "range-complex": (
+        lambda: lq.choose_qparams(S + 0j, S, "int8"),
+        "choose_qparams: r_min must be real, but got complex64.",
+    ),
     "scale-number": (
         lambda: lq.quantize_linear(X, 0.1),
         "quantize_linear: scale must be a tensor, but got 0.1. Write torch.tensor(0.1).",

@@ -482,3 +482,22 @@ def test_exported_equals_eager(granularity, strict):
     assert {key: value.tolist() for key, value in module.state_dict().items()} == {
         key: value.tolist() for key, value in eager.state_dict().items()
     }
+
+
+def test_a_batch_on_another_device_changes_nothing():
+    observer = MinMaxObserver("int8", PerAxis(1), name="fc.input")
+    with pytest.raises(RuntimeError, match="observer 'fc.input': x must be on the observer's device cpu, but got meta"):
+        observer(torch.ones(4, 7, device="meta"))
+    observer(torch.ones(4, 6))
+    assert observer.r_min.shape == (6,)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1)], ids=str)
+def test_made_and_used_in_and_out_of_inference_mode(granularity):
+    with torch.inference_mode():
+        observer = MinMaxObserver("int8", granularity)
+        observer.reset()
+        observer(torch.ones(4, 6))
+    observer.reset()
+    observer(torch.ones(4, 6) * 2)
+    assert observer.range()[1].max() == 2

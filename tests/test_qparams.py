@@ -254,8 +254,8 @@ def test_traces_without_reading_values():
 
 BAD = {
     "shape": (dict(r_max=torch.ones(3)), "r_max must have r_min's shape [2], but got shape [3]."),
-    "eps": (dict(eps=0.0), "eps must be positive and finite, but got 0.0."),
-    "eps-nan": (dict(eps=float("nan")), "eps must be positive and finite, but got nan."),
+    "eps": (dict(eps=0.0), "eps must be a positive float32, but got 0.0."),
+    "eps-nan": (dict(eps=float("nan")), "eps must be a positive float32, but got nan."),
     "dtype": (dict(dtype="int7"), "dtype must be one of "),
     "quant_min": (dict(quant_min=-129), "quant_min must be within [-128, 127] for int8 codes, but got -129."),
     "order": (dict(quant_min=5, quant_max=5), "quant_min must be less than quant_max, but got 5 and 5."),

@@ -1,5 +1,7 @@
 """Every instruction set, number of threads and split gives the same bits as the general engine on one thread."""
 
+import threading
+
 import pytest
 import torch
 
@@ -114,3 +116,54 @@ def test_division_by_a_corrected_product_is_ieee_division(settings):
         exact = torch.round(x / scale).nan_to_num(-128.0).clamp(-128, 127)
         got = lq.quantize_linear(x, scale, dtype="int8", block_size=4096)
         assert torch.equal(got.float(), exact), round_
+
+
+def test_flushing_subnormal_numbers_changes_nothing(settings):
+    """torch.set_flush_denormal reaches one thread of the pool only: all must compute alike, as IEEE has it."""
+    x = torch.full((1 << 20,), 0x400000, dtype=torch.int32).view(torch.float32)
+    x[1::2] *= -1
+    brain = torch.full((1 << 20,), 0x0040, dtype=torch.int16).view(torch.bfloat16)
+    tiny = torch.tensor(0, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+    def results():
+        yield lq.quantize_linear(x, x[0].clone(), dtype="int8")
+        yield lq.quantize_linear(x, x[0].clone(), dtype="float8_e4m3fn").view(torch.uint8)
+        yield lq.quantize_linear(brain, brain[0].clone(), dtype="int32")
+        yield lq.quantize_linear(x, tiny, dtype="int8")
+        yield lq.dequantize_linear(torch.ones(1 << 20, dtype=torch.int8), tiny).view(torch.int32)
+        yield torch.stack(lq.min_max(x)).view(torch.int32)
+        yield lq.dynamic_quantize_linear(x)[0]
+
+    for variant in (GENERAL, BASELINE, AVX2, AVX512):
+        if not settings(variant, 2):
+            continue
+        want = list(results())
+        torch.set_flush_denormal(True)
+        try:
+            got = list(results())
+        finally:
+            torch.set_flush_denormal(False)
+        assert all(map(torch.equal, got, want))
+    assert want[0].unique().tolist() == [-1, 1]
+
+
+def test_threads_with_small_stacks(settings):
+    settings(torch.ops.linquant._cpu_variant(), 1)
+    x, scale = torch.randn(1000, 103), torch.rand(1000) + 0.01
+    want = lq.quantize_linear(x, scale, dtype="int8", axis=0)
+    got = []
+
+    def work():
+        torch.set_num_threads(1)
+        got.append(lq.quantize_linear(x, scale, dtype="int8", axis=0))
+        got.append(lq.quantize_linear(x.double(), scale.double(), dtype="int8", axis=0))
+        got.append(lq.min_max(x.t(), axis=0)[0])
+
+    before = threading.stack_size(128 * 1024)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert len(got) == 3 and torch.equal(got[0], want)

@@ -482,6 +482,25 @@ def _register(rule: _Rule) -> None:
     _library.impl(f"{rule.name}_backward", functorch_backward, "FuncTorchDynamicLayerFrontMode")
 
 
+def _guard_out(name: str) -> None:
+    """What every op that writes into a tensor owes autograd: no gradient through it, and a new version after it."""
+    op = getattr(_ops, name).out
+    outs = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    def write(keyset: Any, *args: Any, **given: Any) -> Any:
+        tensors = [t for t in (*args, *given.values()) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{name}: out must be absent where a gradient is recorded, but a tensor requires one. "
+                "Call under torch.no_grad()."
+            )
+        torch.autograd.graph.increment_version([given[out] for out in outs])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **given)
+
+    _library.impl(f"{name}.out", write, "ADInplaceOrView", with_keyset=True)
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether a call must be recorded: a tensor wants a gradient, or forward mode is on."""
     return (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)) or forward_ad._current_level >= 0
@@ -510,3 +529,6 @@ def _one_by_one(name: str) -> None:
 
 for _name in ("min_max", "dynamic_quantize_linear", "pack", "unpack"):
     _one_by_one(_name)
+    _guard_out(_name)
+for _name in ("quantize_linear", "dequantize_linear", "fake_quantize_linear"):
+    _guard_out(_name)

@@ -201,6 +201,8 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def _check_block_size(op: str, x_sizes: Sizes, block_size: Sizes) -> None:
+    if len(block_size) != 1 and len(x_sizes) < 2:
+        _fail(f"{op}: block_size must have 1 entry, but got {len(block_size)}.")
     if len(block_size) not in (1, len(x_sizes)):
         _fail(
             f"{op}: block_size must have 1 or {len(x_sizes)} entries (one per dimension of x), "
@@ -311,6 +313,8 @@ def _unpacked_sizes(op: str, x: Tensor, code: QuantDtype, packed_size: int | Non
         _fail(f"{op}: x must have at least one dimension to be unpacked, but got a 0-d tensor.")
     length = x.shape[-1]
     most = length * code.per_byte
+    if isinstance(most, int) and most >= 2**63:
+        _fail(f"{op}: x must not hold more codes than int64 counts, but got shape {list(x.shape)}.")
     if packed_size is None:
         return [*x.shape[:-1], most]
 
@@ -338,6 +342,9 @@ def _check_out(op: str, name: str, x: Tensor, like: Tensor, out: Tensor) -> Tens
     )
     if out.dtype != like.dtype:
         _fail(f"{op}: {name} must be {type_name(like.dtype)}, but got {type_name(out.dtype)}.")
+    for dim, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if guard_or_false(stride == 0) and not guard_or_false(size <= 1):
+            _fail(f"{op}: {name} must not be expanded, but got stride 0 in dimension {dim}.")
     return out
 
 

@@ -29,7 +29,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     >>> "linquant" in str(program.run_decompositions(decompositions()).graph)
     False
     """
-    table = {
+    table: dict[str, Callable[..., Any]] = {
         "quantize_linear": _quantize_linear,
         "dequantize_linear": _dequantize_linear,
         "fake_quantize_linear": _fake_quantize_linear,
@@ -276,8 +276,8 @@ def _dynamic_quantize_linear(
         z = code.qmin - low / scale
         z = torch.where(z.isnan(), code.qmin, z.clamp(code.qmin, code.qmax)).round()
         zero_point = z.to(torch.int32).to(code.storage)
-    grain = {"axis": 1 if axis is None else axis, "block_size": block_size}
-    y = _quantize_linear(x, scale, zero_point, output_dtype=output_dtype, **grain)
+    axis = 1 if axis is None else axis
+    y = _quantize_linear(x, scale, zero_point, output_dtype=output_dtype, axis=axis, block_size=block_size)
     return y, scale, zero_point
 
 

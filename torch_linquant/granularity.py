@@ -128,5 +128,6 @@ class PerBlock(Granularity):
         if len(self.block_size) != ndim:
             raise ValueError(f"PerBlock: block_size must have {ndim} entries, but got {len(self.block_size)}.")
         if ndim == 1:
-            return PerBlock(self.block_size[0], 0).reduce_args(ndim)
+            # One length for a vector is the form along an axis, where 0 means no blocks.
+            return (PerBlock(self.block_size[0], 0) if self.block_size[0] else PerTensor()).reduce_args(ndim)
         return {"axis": None, "block_size": list(self.block_size)}

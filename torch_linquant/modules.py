@@ -154,6 +154,9 @@ class QuantizedLayer(nn.Module):
         # copy_ would turn float weights into int8 ones without a word.
         for name, buffer in self._buffers.items():
             loaded = state_dict.get(prefix + name)
+            if name != "bias" and loaded is not None and buffer is None:
+                error_msgs.append(f"{prefix}{name} must be absent for codes of this layer, but got a tensor.")
+                return
             if name != "bias" and loaded is not None and loaded.dtype != buffer.dtype:
                 error_msgs.append(
                     f"{prefix}{name} must be {buffer.dtype}, but got {loaded.dtype}.".replace("torch.", "")

@@ -113,6 +113,11 @@ class Observer(nn.Module):
         return x
 
     def _observe(self, x: Tensor) -> None:
+        if x.device != self.r_min.device:
+            raise RuntimeError(
+                f"observer {self._called!r}: x must be on the observer's device {self.r_min.device}, "
+                f"but got {x.device}."
+            )
         if x.dtype == torch.float64:
             x = x.to(torch.float32)  # the state is float32: what is beyond it counts as infinite
         r_min, r_max = min_max(x, **self.granularity.reduce_args(x.dim()))
@@ -201,7 +206,7 @@ class Observer(nn.Module):
         with torch.inference_mode(False):
             for key, value in self._fresh(shape, self.r_min.device).items():
                 buffer = getattr(self, key)
-                if buffer.shape == value.shape:
+                if buffer.shape == value.shape and not buffer.is_inference():
                     buffer.copy_(value)  # the same memory: a captured graph goes on writing to it
                 else:
                     setattr(self, key, value)

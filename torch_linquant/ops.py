@@ -80,6 +80,7 @@ _DEFAULTS = {
 }
 
 
+_BOOLEANS = {"saturate", "packed", "float_codes", "symmetric"}
 _DIFFERENTIABLE = ("quantize_linear", "dequantize_linear", "fake_quantize_linear")
 
 
@@ -90,6 +91,9 @@ def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
     """
     defaults = _DEFAULTS[name]
     kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key]}
+    for key in _BOOLEANS & kwargs.keys():
+        if not isinstance(kwargs[key], bool):
+            raise TypeError(f"{name}: {key} must be True or False, but got {kwargs[key]!r}.")
     op = getattr(_ops, name)
     try:
         if out is not None:
@@ -112,8 +116,6 @@ def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
 def _call_out(name: str, op: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
     outs = out if isinstance(out, dict) else {"out": out}
     if not torch.compiler.is_compiling():
-        if name in _DIFFERENTIABLE and needs_autograd(*args):
-            raise RuntimeError(f"{name}: out must be absent where a gradient is recorded. Call under torch.no_grad().")
         return op.out(*args, **kwargs, **outs)
     # PyTorch's compiler takes no op that returns what it was given.
     results = op(*args, **kwargs)

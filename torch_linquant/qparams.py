@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .dtypes import QuantDtype, resolve
+from .dtypes import QuantDtype, resolve, type_name
 from .granularity import Granularity, PerTensor, check_granularity
 from .ops import min_max, quantize_linear
 
@@ -62,12 +62,14 @@ def choose_qparams(
     for name, r in (("r_min", r_min), ("r_max", r_max)):
         if not isinstance(r, Tensor):
             raise ValueError(f"choose_qparams: {name} must be a tensor, but got {r!r}. Write torch.tensor({r!r}).")
+        if r.is_complex():
+            raise ValueError(f"choose_qparams: {name} must be real, but got {type_name(r.dtype)}.")
     if r_min.shape != r_max.shape:
         raise ValueError(
             f"choose_qparams: r_max must have r_min's shape {list(r_min.shape)}, but got shape {list(r_max.shape)}."
         )
-    if eps is not None and not 0 < eps < float("inf"):
-        raise ValueError(f"choose_qparams: eps must be positive and finite, but got {eps}.")
+    if eps is not None and not 2.0**-149 <= eps <= torch.finfo(torch.float32).max:
+        raise ValueError(f"choose_qparams: eps must be a positive float32, but got {eps}.")
     q_min, q_max = _code_range(code, quant_min, quant_max)
     low, high = _finite_range(r_min, r_max, include_zero or symmetric or code.is_float)
     if symmetric or code.is_float:
@@ -80,7 +82,7 @@ def choose_qparams(
         scale = torch.where(width.isinf(), high / steps - low / steps, width / steps)
         if not include_zero:
             scale = torch.where(width == 0, low.abs(), scale)
-    scale = scale.clamp(min=_SMALLEST if eps is None else eps)
+    scale = scale.clamp(_SMALLEST if eps is None else eps, torch.finfo(scale.dtype).max)
     if power_of_two:
         scale = _up_to_power_of_two(scale)
     if code.is_float:
@@ -170,6 +172,8 @@ def _code_range(code: QuantDtype, quant_min: int | None, quant_max: int | None) 
     for name, limit in (("quant_min", quant_min), ("quant_max", quant_max)):
         if limit is None:
             continue
+        if not isinstance(limit, int):
+            raise ValueError(f"choose_qparams: {name} must be an integer, but got {limit!r}.")
         if code.is_float:
             raise ValueError(f"choose_qparams: {name} must be left out for {code.name} codes, but got {limit}.")
         if not code.qmin <= limit <= code.qmax:

@@ -2,7 +2,6 @@
 // rows.inc (`slope`, float32) and here (double); the order of the sums is that of core/sum.h.
 #include <torch/csrc/stable/library.h>
 
-#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -239,7 +238,8 @@ void walk_runs(const Problem& p, const ScaleMap& map, int64_t count, const Needs
   if (needs.scale) sums.ds.assign(count * sums.pieces, R(0));
   if (needs.zero_point) sums.dz.assign(count * sums.pieces, R(0));
   const auto work = [&](int64_t begin, int64_t end) {
-    const auto terms = std::make_unique<Terms<R>>(p);
+    const IeeeFloats ieee;
+    const ThreadLocal<Terms<R>> terms(p);
     Runs folded{-1, 0, 0, 0};
     for (int64_t u = begin; u < end; ++u) {
       const int64_t unit = u % units, row_number = u / units;
@@ -283,7 +283,8 @@ void walk_columns(const Problem& p, const ScaleMap& map, int64_t count, const Ne
   if (needs.scale) sums.ds.assign(count * groups, R(0));
   if (needs.zero_point) sums.dz.assign(count * groups, R(0));
   const auto work = [&](int64_t begin, int64_t end) {
-    const auto terms = std::make_unique<Terms<R>>(p);
+    const IeeeFloats ieee;
+    const ThreadLocal<Terms<R>> terms(p);
     std::vector<R> ds(tile), dz(tile);
     Runs folded{-1, 0, 0, 0};
     for (int64_t u = begin; u < end; ++u) {
@@ -321,6 +322,7 @@ template <class R>
 void finish_sums(std::vector<R>& t, int64_t pieces, int64_t count, DataType type, void* to) {
   if (t.empty()) return;
   torch::stable::parallel_for(0, count, std::max<int64_t>(1, 16384 / pieces), [&](int64_t begin, int64_t end) {
+    const IeeeFloats ieee;
     for (int64_t i = begin; i < end; ++i)
       store_value(type, to, i, static_cast<double>(sum_all(t.data() + i * pieces, pieces)));
   });

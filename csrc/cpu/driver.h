@@ -7,6 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "core/scale_map.h"
 #include "cpu/rows.h"
@@ -15,6 +19,51 @@ namespace linquant::cpu {
 
 inline constexpr int64_t kConstants = 4096;  // folded constants that a worker holds
 inline constexpr int64_t kPiece = 16384;     // elements of a piece where the constants allow it
+
+// While it lives, this thread computes with subnormal numbers as IEEE has it. torch.set_flush_denormal(True) turns them
+// off in the thread that calls it and not in the pool's: equal elements would get different codes.
+class IeeeFloats {
+ public:
+#if defined(__x86_64__)
+  IeeeFloats() : mode_(_mm_getcsr()) {
+    if (mode_ & kFlush) _mm_setcsr(mode_ & ~kFlush);
+  }
+  ~IeeeFloats() {
+    if (mode_ & kFlush) _mm_setcsr(mode_);
+  }
+
+ private:
+  static constexpr unsigned kFlush = 0x8040;
+  unsigned mode_;
+#else
+  IeeeFloats() {}
+#endif
+  IeeeFloats(const IeeeFloats&) = delete;
+};
+
+// A worker's object, made in memory that the thread keeps: too large for the stack of a small thread, and for a small
+// call to ask for anew.
+template <class T>
+class ThreadLocal {
+ public:
+  template <class... Arguments>
+  explicit ThreadLocal(const Arguments&... arguments) : object_(new (memory()) T(arguments...)) {}
+  ~ThreadLocal() { object_->~T(); }
+  ThreadLocal(const ThreadLocal&) = delete;
+  T& operator*() const { return *object_; }
+  T* operator->() const { return object_; }
+
+ private:
+  static void* memory() {
+    alignas(64) static thread_local char bytes[sizeof(T)];
+    return bytes;
+  }
+  T* object_;
+};
+
+struct GatherBuffer {
+  alignas(64) char bytes[kConstants * 8];
+};
 
 // How rows are walked: the innermost loop, cut into pieces, inside all others.
 struct Walk {
@@ -136,8 +185,9 @@ template <class Engine, class Spec>
 void run(const Spec& spec, const ScaleMap& map, const void* x, void* y, int x_bits, int y_bits) {
   const Walk w = plan_walk(map, x_bits, y_bits, Engine::kAnyBlock);
   const auto work = [&](int64_t begin, int64_t end) {
-    Engine engine(spec);
-    alignas(64) char buffer[kConstants * 8];
+    const IeeeFloats ieee;
+    const ThreadLocal<Engine> engine(spec);
+    const ThreadLocal<GatherBuffer> buffer;
     Runs folded{-1, 0, 0, 0};
     // Pieces with the same place in their rows come together, so that constants serve many rows.
     RowCursor row(w.outer, begin % w.rows);
@@ -150,16 +200,16 @@ void run(const Spec& spec, const ScaleMap& map, const void* x, void* y, int x_bi
       const int64_t span = periodic ? w.period : n;
       const Runs runs{row.scale() + run * w.scale_stride, w.scale_stride, (skip + span + w.block - 1) / w.block, skip};
       if (!(runs == folded)) {
-        engine.fold(runs, w);
+        engine->fold(runs, w);
         folded = runs;
       }
       const char* from = static_cast<const char*>(x) + (row.x() + start * w.x_stride) * x_bits / 8;
       char* to = static_cast<char*>(y) + (row.y() + start) * y_bits / 8;
       if (w.x_stride != 1 && n > 1) {
-        gather(from, w.x_stride, n, x_bits / 8, buffer);
-        from = buffer;
+        gather(from, w.x_stride, n, x_bits / 8, buffer->bytes);
+        from = buffer->bytes;
       }
-      engine.row(from, to, n, skip, w);
+      engine->row(from, to, n, skip, w);
     }
   };
   const int64_t units = w.rows * w.pieces;

@@ -14,6 +14,7 @@ using Result = std::tuple<Tensor, Tensor, Tensor>;
 template <class T>
 void choose(const T* lo, const T* hi, int64_t count, const CodeType& code, bool symmetric, T* scale,
             int64_t* zero_point) {
+  const IeeeFloats ieee;
   const T qmin = static_cast<T>(code.min), qmax = static_cast<T>(code.max);
   for (int64_t i = 0; i < count; ++i) {
     const T mn = lo[i] < 0 ? lo[i] : T(0), mx = hi[i] > 0 ? hi[i] : T(0);

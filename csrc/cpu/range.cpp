@@ -36,7 +36,8 @@ void reduce_map(const ScaleMap& map, const char* x, int bytes, const Reduce& red
   const Loop inner = outer.loop[--outer.count];
   int64_t rows = 1;
   for (int i = 0; i < outer.count; ++i) rows *= outer.loop[i].size;
-  alignas(64) char buffer[kConstants * 8];
+  const IeeeFloats ieee;
+  const ThreadLocal<GatherBuffer> buffer;
   RowCursor row(outer, 0);
   for (int64_t r = 0; r < rows; ++r, row.next()) {
     const bool gathers = inner.x_stride != 1 && inner.size > 1;
@@ -45,8 +46,8 @@ void reduce_map(const ScaleMap& map, const char* x, int bytes, const Reduce& red
       const int64_t n = std::min(piece, inner.size - start);
       const char* from = x + (row.x() + start * inner.x_stride) * bytes;
       if (gathers) {
-        gather(from, inner.x_stride, n, bytes, buffer);
-        from = buffer;
+        gather(from, inner.x_stride, n, bytes, buffer->bytes);
+        from = buffer->bytes;
       }
       T* l = lo + row.scale();
       T* h = hi + row.scale();
@@ -126,6 +127,7 @@ void share(const ScaleMap& map, const char* x, int bytes, const Reduce& reduce, 
 DataType range_type(DataType x) { return x == DataType::kFloat64 ? DataType::kFloat64 : DataType::kFloat32; }
 
 void find_range(const ScaleMap& map, const void* x, DataType x_type, bool finite, void* lo, void* hi, int64_t count) {
+  const IeeeFloats ieee;
   const char* p = static_cast<const char*>(x);
   const auto start = [&](auto* l, auto* h) {
     using T = std::remove_pointer_t<decltype(l)>;
