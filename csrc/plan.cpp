@@ -447,7 +447,6 @@ QuantizeSpec check_quantize(const QuantizeArguments& a) {
          " codes, but got True. Only 4-bit and 2-bit codes are packed.");
   if (a.packed && a.x.dim() == 0)
     fail(a.op, ": x must have at least one dimension to be packed, but got a 0-d tensor.");
-  if (a.packed && a.float_codes) fail(a.op, ": float_codes must be False where packed is True, but got True.");
 
   s.x = type_of(a.x);
   s.scale = type_of(a.scale);

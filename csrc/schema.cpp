@@ -27,7 +27,9 @@ const std::string kQuantizeArguments =
 }  // namespace
 
 STABLE_TORCH_LIBRARY(linquant, m) {
-  def(m, "quantize_linear", kQuantizeArguments + ", bool packed=False, bool float_codes=False");
+  def(m, "quantize_linear", kQuantizeArguments + ", bool packed=False");
+  // Codes as numbers of a floating type. An overload, since it has a gradient and the others need not ask for one.
+  m.def(("quantize_linear.float_codes(" + kQuantizeArguments + ") -> Tensor").c_str());
   def(m, "fake_quantize_linear", kQuantizeArguments + ", str ste=\"clipped\"");
   def(m, "dequantize_linear",
       "Tensor x, Tensor scale, Tensor? zero_point=None, *, int axis=1, int[1] block_size=0, int output_dtype=0, "

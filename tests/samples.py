@@ -29,15 +29,22 @@ SUB_BYTE = ("uint4", "int4", "fp4", "uint2", "int2")
 
 @dataclass
 class Sample:
-    """A call of torch.ops.linquant.<op>."""
+    """A call of torch.ops.linquant.<op>.<overload>."""
 
     op: str
     id: str
     args: tuple
     kwargs: dict[str, Any] = field(default_factory=dict)
+    overload: str = "default"
+
+    @property
+    def function(self) -> Any:
+        return getattr(getattr(torch.ops.linquant, self.op), self.overload)
 
     def __call__(self) -> Any:
-        return getattr(torch.ops.linquant, self.op)(*self.args, **self.kwargs)
+        # By way of the packet, as users write it, where that finds the overload.
+        packet = getattr(torch.ops.linquant, self.op)
+        return (packet if self.overload == "default" else self.function)(*self.args, **self.kwargs)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -121,10 +128,10 @@ def packed_samples() -> Iterator[Sample]:
 
 def float_code_samples() -> Iterator[Sample]:
     for code, number in CODES.items():
-        kwargs = {"output_dtype": number, "float_codes": True, "axis": 0}
+        kwargs = {"output_dtype": number, "axis": 0}
         for name in ("f32", "f16"):
             x = values(5, 70, dtype=FLOATS[name])
-            yield Sample("quantize_linear", f"float-{code}-{name}", (x, scales(5)), kwargs)
+            yield Sample("quantize_linear", f"float-{code}-{name}", (x, scales(5)), kwargs, "float_codes")
 
 
 def backward_samples() -> Iterator[Sample]:

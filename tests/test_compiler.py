@@ -31,7 +31,7 @@ def same_bits(a, b) -> bool:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_decomposition(sample: Sample):
-    op = getattr(torch.ops.linquant, sample.op).default
+    op = sample.function
     kwargs = dict(sample.kwargs)
     if isinstance(kwargs.get("block_size"), int):
         kwargs["block_size"] = [kwargs["block_size"]]  # as PyTorch hands it over

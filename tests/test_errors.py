@@ -50,7 +50,6 @@ TABLE = {
     "zero_point-bool": (Q, (X, S, t(dtype=torch.bool)), {"output_dtype": 3}, "zero_point must be an integer or float32, float16, bfloat16 or float64 tensor for int8 codes, but got bool."),
     "zero_point-floating": (Q, (X, S, t()), {}, "output_dtype must be given when zero_point is float32."),
     "zero_point-floating-float8": (Q, (X, S, t()), {"output_dtype": 17}, "zero_point must be float8_e4m3fn for float8_e4m3fn codes, but got float32."),
-    "float_codes-packed": (Q, (X, S), {"output_dtype": 22, "packed": True, "float_codes": True}, "float_codes must be False where packed is True, but got True."),
     "ste": (F, (X, S), {"ste": "straight"}, 'ste must be "clipped" or "identity", but got "straight".'),
     "x_dtype-floating": (D, (X, S), {}, f"x_dtype must be the number of {CODE_NUMBERS} where x is float32, but got 0."),
     "packed-floating": (D, (X, S), {"x_dtype": 22, "packed_size": 6}, "x must be uint8 to be unpacked, but got float32."),
@@ -232,6 +231,18 @@ def test_value_error(case):
 
 
 SENTENCES = {
+    "float_codes-packed": (
+        lambda: lq.quantize_linear(X, S, dtype="int4", float_codes=True, packed=True),
+        "quantize_linear: packed must be False with float_codes, but got True.",
+    ),
+    "float_codes-out": (
+        lambda: lq.quantize_linear(X, S, float_codes=True, out=X),
+        "quantize_linear: out must be absent with float_codes, but got a tensor.",
+    ),
+    "float_codes-none": (
+        lambda: lq.quantize_linear(X, S, float_codes=None),
+        "quantize_linear: float_codes must be True or False, but got None.",
+    ),
     "saturate-none": (
         lambda: lq.quantize_linear(X, S, dtype=E4, saturate=None),
         "quantize_linear: saturate must be True or False, but got None.",

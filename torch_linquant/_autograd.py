@@ -148,7 +148,7 @@ def _fix_quantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, o: _Opti
     )[0]
     names = ("axis", "block_size", "output_dtype", "precision", "quant_min", "quant_max", "arithmetic")
     options = {name: o.values[name] for name in names}
-    value = _ops.quantize_linear(x, scale, zero_point, **options, float_codes=True).to(dtype)
+    value = _ops.quantize_linear.float_codes(x, scale, zero_point, **options).to(dtype)
     z = _code_numbers(zero_point, code, o, dtype)
     if z is not None:
         value = value - _spread(z, x.shape, o)
@@ -192,9 +192,12 @@ def _code_values(x: Tensor, o: _Options, dtype: torch.dtype) -> Tensor:
 class _Rule:
     """What an op and its backward op have in common."""
 
-    def __init__(self, name: str, option_names: Sequence[str], fix: Callable, slopes: Callable):
+    def __init__(
+        self, name: str, option_names: Sequence[str], fix: Callable, slopes: Callable, overload: str = "default"
+    ):
         self.name = name
-        self.op = getattr(_ops, name).default
+        self.full_name = name if overload == "default" else f"{name}.{overload}"
+        self.op = getattr(getattr(_ops, name), overload)
         self.backward_op = getattr(_ops, f"{name}_backward").default
         # Those of the op that its backward takes too, in its order.
         self.option_names = option_names
@@ -294,6 +297,15 @@ def _batch_call(
     return results, granularity
 
 
+def _batch_forward(op: Any, size: int, dims: Sequence[int | None], tensors: Sequence[Any], o: _Options) -> Tensor:
+    """An op on (x, scale, zero_point) for a whole batch at once; the batch comes first in the result."""
+    x, *parameters = _batched(dims[:3], tensors)
+    if dims[0] is None:
+        x = x.expand(size, *x.shape)
+    parameters, granularity = _batch_call(o, size, x, parameters, dims[1:3], False)
+    return op(x, *parameters, **(o.values | granularity))
+
+
 # --- Functions and kernels -------------------------------------------------------------------------------------------
 
 
@@ -347,11 +359,7 @@ def _forward_function(rule: _Rule) -> tuple[Any, Any]:
         @staticmethod
         def vmap(info: Any, dims: Any, *inputs: Any) -> tuple[Tensor, int]:
             *tensors, o = inputs
-            x, *parameters = _batched(dims[:3], tensors)
-            if dims[0] is None:
-                x = x.expand(info.batch_size, *x.shape)
-            parameters, granularity = _batch_call(o, info.batch_size, x, parameters, dims[1:3], False)
-            return rule.op(x, *parameters, **(o.values | granularity)), 0
+            return _batch_forward(rule.op, info.batch_size, dims, tensors, o), 0
 
     Cheap.__name__ = f"{rule.name}"
     return Cheap, Func
@@ -458,8 +466,8 @@ def _register(rule: _Rule) -> None:
     def functorch(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, **given: Any) -> Tensor:
         return func.apply(x, scale, zero_point, rule.options(given))
 
-    _library.impl(rule.name, autograd, "Autograd", with_keyset=True)
-    _library.impl(rule.name, functorch, "FuncTorchDynamicLayerFrontMode")
+    _library.impl(rule.full_name, autograd, "Autograd", with_keyset=True)
+    _library.impl(rule.full_name, functorch, "FuncTorchDynamicLayerFrontMode")
 
     cheap_backward, func_backward = _backward_function(rule)
     names = [*rule.option_names, "need_x", "need_scale", "need_zero_point"]
@@ -507,11 +515,27 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
 
 _QUANTIZE = ("axis", "block_size", "output_dtype", "precision", "quant_min", "quant_max", "arithmetic")
-_register(_Rule("quantize_linear", _QUANTIZE, _fix_quantized, _float_code_slopes))
+_register(_Rule("quantize_linear", _QUANTIZE, _fix_quantized, _float_code_slopes, "float_codes"))
 _register(_Rule("fake_quantize_linear", (*_QUANTIZE, "ste"), _fix_quantized, _fake_quantize_slopes))
 _register(
     _Rule("dequantize_linear", ("axis", "block_size", "x_dtype", "packed_size"), _fix_dequantized, _dequantize_slopes)
 )
+
+
+def _without_gradient() -> None:
+    """quantize_linear to codes: integers and float8 carry none, so a call need not pass by Python to find that out."""
+    op = _ops.quantize_linear.default
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only} | {"block_size": [0]}
+
+    def rule(info: Any, dims: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, **given: Any) -> Any:
+        dims = (*dims, None)[:3]
+        return _batch_forward(op, info.batch_size, dims, (x, scale, zero_point), _Options(defaults | given)), 0
+
+    _library.impl("quantize_linear", torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_vmap("linquant::quantize_linear", rule)
+
+
+_without_gradient()
 
 
 def _one_by_one(name: str) -> None:

@@ -127,7 +127,6 @@ def _check_quantize(
     quant_max: int | None,
     arithmetic: str,
     packed: bool = False,
-    float_codes: bool = False,
 ) -> QuantDtype:
     _check_input(op, x)
     _check_scale(op, x, scale, zero_point)
@@ -144,8 +143,6 @@ def _check_quantize(
         _fail(f"{op}: packed must be False for {code.name} codes, but got True. Only 4-bit and 2-bit codes are packed.")
     if packed and x.dim() == 0:
         _fail(f"{op}: x must have at least one dimension to be packed, but got a 0-d tensor.")
-    if packed and float_codes:
-        _fail(f"{op}: float_codes must be False where packed is True, but got True.")
     return code
 
 
@@ -389,7 +386,7 @@ def _quantize_linear(
     float_codes: bool = False,
 ) -> Tensor:
     limits = (output_dtype, precision, quant_min, quant_max, arithmetic)
-    code = _check_quantize(op, x, scale, zero_point, *limits, packed, float_codes)
+    code = _check_quantize(op, x, scale, zero_point, *limits, packed)
     _check_granularity(op, x.shape, scale, zero_point, axis, block_size)
     if packed:
         return x.new_empty(_packed_sizes(x.shape, code), dtype=torch.uint8)
@@ -586,6 +583,10 @@ def _unpack(op: str, x: Tensor, *, x_dtype: int, packed_size: int | None = None)
 
 
 _register("quantize_linear", _quantize_linear)
+torch.library.register_fake(
+    "linquant::quantize_linear.float_codes",
+    lambda *args, **kwargs: _quantize_linear("quantize_linear", *args, **kwargs, float_codes=True),
+)
 _register("fake_quantize_linear", _fake_quantize_linear)
 _register("dequantize_linear", _dequantize_linear)
 _register("quantize_linear_backward", _quantize_linear_backward, ())

@@ -8,6 +8,7 @@ private to PyTorch: where it is not what it was, nothing is fused.
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,14 @@ def set_fusion(enabled: bool) -> None:
     """
     global _enabled
     _enabled = bool(enabled)
-    # Caches on disk know nothing of lowerings. The tag belongs to the user: only our part of it is replaced.
+    # Caches on disk know nothing of lowerings, nor of the arguments that our ops have in this version. The tag belongs
+    # to the user: only our part of it is replaced.
+    schemas = "".join(str(getattr(_ops, name).default._schema) for name in ("quantize_linear", "fake_quantize_linear"))
     config = torch.compiler.config
     parts = [part for part in config.cache_key_tag.split(";") if part and not part.startswith("linquant ")]
-    config.cache_key_tag = ";".join([*parts, f"linquant rules={_RULES} fusion={int(_enabled)}"])
+    config.cache_key_tag = ";".join(
+        [*parts, f"linquant {_RULES} {zlib.crc32(schemas.encode()):08x} fusion={int(_enabled)}"]
+    )
 
 
 def ensure_registered() -> None:
@@ -85,7 +90,6 @@ def _register() -> None:
             and o["precision"] in (0, 1)
             and not any(o["block_size"])
             and not o.get("packed")
-            and not o.get("float_codes")
         )
 
     def parameter_index(p: Any, index: Any, axis: int) -> Any:

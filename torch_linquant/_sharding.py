@@ -113,9 +113,10 @@ def _register() -> None:
         return rule
 
     for name, static in _STATIC.items():
+        packet, backward = getattr(_ops, name), getattr(_ops, f"{name}_backward").default
         careful = {"forward": False, "backward": False}
-        op, backward = getattr(_ops, name).default, getattr(_ops, f"{name}_backward").default
-        register_sharding(op)(forward_rule(careful))
+        for op in [packet.default] + ([packet.float_codes] if name == "quantize_linear" else []):
+            register_sharding(op)(forward_rule(careful))
+            careful["forward"] |= not remember(op, 3, static)
         register_sharding(backward)(backward_rule(careful))
-        careful["forward"] = not remember(op, 3, static)
         careful["backward"] = not remember(backward, 4, None)

@@ -3,6 +3,7 @@
 The same bits as the kernels, in plain tensor ops. Exact for zero points up to 2^52.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         "pack": _pack,
         "unpack": _unpack,
     }
-    return {getattr(_ops, name).default: function for name, function in table.items()}
+    plain = {getattr(_ops, name).default: function for name, function in table.items()}
+    return {**plain, _ops.quantize_linear.float_codes: functools.partial(_quantize_linear, float_codes=True)}
 
 
 # --- floats ----------------------------------------------------------------------------------------------------------

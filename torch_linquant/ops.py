@@ -80,8 +80,9 @@ _DEFAULTS = {
 }
 
 
-_BOOLEANS = {"saturate", "packed", "float_codes", "symmetric"}
-_DIFFERENTIABLE = ("quantize_linear", "dequantize_linear", "fake_quantize_linear")
+_BOOLEANS = {"saturate", "packed", "symmetric"}
+# Those whose kernel for autograd is in Python.
+_DIFFERENTIABLE = ("dequantize_linear", "fake_quantize_linear")
 
 
 def _call(name: str, out: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +216,23 @@ def quantize_linear(
     >>> quantize_linear(x, scale, zero_point, arithmetic="onednn")
     tensor([2, 2, 4, 0], dtype=torch.uint8)
     """
+    if float_codes is not False:
+        return _float_codes(
+            x,
+            scale,
+            zero_point,
+            float_codes,
+            packed,
+            out,
+            dtype,
+            axis=axis,
+            block_size=block_size,
+            saturate=saturate,
+            precision=float_number("precision", precision),
+            quant_min=quant_min,
+            quant_max=quant_max,
+            arithmetic=arithmetic,
+        )
     return _call(
         "quantize_linear",
         out,
@@ -230,8 +248,28 @@ def quantize_linear(
         quant_max=quant_max,
         arithmetic=arithmetic,
         packed=packed,
-        float_codes=float_codes,
     )
+
+
+def _float_codes(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    float_codes: bool,
+    packed: bool,
+    out: Tensor | None,
+    dtype: Any,
+    **options: Any,
+) -> Tensor:
+    for name, holds, what, got in (
+        ("float_codes", float_codes is True, "True or False", float_codes),
+        ("packed", packed is False, "False with float_codes", packed),
+        ("out", out is None, "absent with float_codes", "a tensor"),
+    ):
+        if not holds:
+            raise ValueError(f"quantize_linear: {name} must be {what}, but got {got}.")
+    options["output_dtype"] = _output_number("quantize_linear", dtype, zero_point)
+    return _ops.quantize_linear.float_codes(x, scale, zero_point, **options)
 
 
 def dequantize_linear(

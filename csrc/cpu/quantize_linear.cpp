@@ -56,19 +56,28 @@ Tensor run(const QuantizeArguments& a, const std::optional<Tensor>& out) {
 Tensor quantize_linear(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
                        const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate, int64_t precision,
                        std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
-                       const std::string& arithmetic, bool packed, bool float_codes) {
+                       const std::string& arithmetic, bool packed) {
   return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
-              quant_max, arithmetic, packed, float_codes},
+              quant_max, arithmetic, packed},
              std::nullopt);
 }
 
 Tensor quantize_linear_out(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t axis,
                            const std::vector<int64_t>& block_size, int64_t output_dtype, bool saturate,
                            int64_t precision, std::optional<int64_t> quant_min, std::optional<int64_t> quant_max,
-                           const std::string& arithmetic, bool packed, bool float_codes, const Tensor& out) {
+                           const std::string& arithmetic, bool packed, const Tensor& out) {
   return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
-              quant_max, arithmetic, packed, float_codes},
+              quant_max, arithmetic, packed},
              out);
+}
+
+Tensor quantize_linear_float_codes(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point,
+                                   int64_t axis, const std::vector<int64_t>& block_size, int64_t output_dtype,
+                                   bool saturate, int64_t precision, std::optional<int64_t> quant_min,
+                                   std::optional<int64_t> quant_max, const std::string& arithmetic) {
+  return run({"quantize_linear", x, scale, zero_point, axis, block_size, output_dtype, saturate, precision, quant_min,
+              quant_max, arithmetic, /*packed=*/false, /*float_codes=*/true},
+             std::nullopt);
 }
 
 }  // namespace
@@ -76,5 +85,6 @@ Tensor quantize_linear_out(const Tensor& x, const Tensor& scale, const std::opti
 
 STABLE_TORCH_LIBRARY_IMPL(linquant, CPU, m) {
   m.impl("quantize_linear", TORCH_BOX(&linquant::cpu::quantize_linear));
+  m.impl("quantize_linear.float_codes", TORCH_BOX(&linquant::cpu::quantize_linear_float_codes));
   m.impl("quantize_linear.out", TORCH_BOX(&linquant::cpu::quantize_linear_out));
 }
