@@ -256,7 +256,8 @@ def test_meta_and_casts(make):
 
 @pytest.mark.parametrize("make", MODULES)
 @pytest.mark.parametrize("training", [True, False])
-def test_compiles_once_for_any_batch(make, training):
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_once_for_any_batch(make, training, dynamic):
     torch._dynamo.reset()
     module, eager = make(), make()
     for m in (module, eager):
@@ -264,7 +265,7 @@ def test_compiles_once_for_any_batch(make, training):
         m.train(training)
     rows = (6, 9, 4, 12) if not isinstance(getattr(module, "granularity", None), PerBlock) else (6,) * 4
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=dynamic)
     for i, n in enumerate(rows):
         x = (batch(i, n) * 2).requires_grad_()
         y = x.detach().clone().requires_grad_()
@@ -323,12 +324,13 @@ def train(net, forward, steps=6):
     return losses
 
 
-def test_training_compiled_is_training_eager_to_the_bit():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_training_compiled_is_training_eager_to_the_bit(dynamic):
     """With the kernels that eager has: a QAT step, whole, over changing batch sizes, two graphs."""
     torch._dynamo.reset()
     eager, other = Net(), Net()
     counter = CompileCounterWithBackend("aot_eager")
-    assert train(eager, eager) == train(other, torch.compile(other, backend=counter, fullgraph=True))
+    assert train(eager, eager) == train(other, torch.compile(other, backend=counter, fullgraph=True, dynamic=dynamic))
     assert_same_state(state(eager), state(other))
     assert counter.frame_count <= 2
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_linquant  # noqa: F401
@@ -87,22 +87,35 @@ def test_out_overload(sample: Sample):
         assert_same(tuple(map(row_major, outs)), tuple(map(row_major, want)))
 
 
-@pytest.mark.parametrize("op", ["quantize_linear", "fake_quantize_linear", "dequantize_linear"])
+SCALE, ZERO_POINT = torch.linspace(0.1, 0.9, 6), torch.tensor([3, 0, -2, 7, 1, 5], dtype=torch.int8)
+COMPILED = {
+    "quantize": lambda x: torch_linquant.quantize_linear(x, SCALE, ZERO_POINT),
+    "quantize_op": lambda x: torch.ops.linquant.quantize_linear(x, SCALE, ZERO_POINT),
+    "packed": lambda x: torch_linquant.quantize_linear(x, SCALE, dtype="int4", packed=True),
+    "float_codes": lambda x: torch_linquant.quantize_linear(x, SCALE, dtype="int4", float_codes=True),
+    "fake_quantize": lambda x: torch_linquant.fake_quantize_linear(x, SCALE, ZERO_POINT),
+    "dequantize": lambda x: torch_linquant.dequantize_linear(x.to(torch.int8), SCALE, ZERO_POINT),
+    "dynamic": lambda x: torch_linquant.dynamic_quantize_linear(x),
+    "per_token": lambda x: torch_linquant.dynamic_quantize_linear(x, dtype="int8", block_size=[1, 0], symmetric=True),
+    "dynamic_quantize": lambda x: torch_linquant.dynamic_quantize(x, SCALE, ZERO_POINT, qtype="per_channel"),
+    "min_max": lambda x: torch_linquant.min_max(x, axis=1),
+    "pack": lambda x: torch_linquant.pack(x.to(torch.int8), "int4"),
+    "unpack": lambda x: torch_linquant.unpack(x.to(torch.uint8), "uint2", 23),
+    "quantize_tensor": lambda x: torch_linquant.quantize_tensor(x, "int8", torch_linquant.PerAxis(1)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiles_without_break_or_recompile(op, dynamic):
+def test_compiles_without_break_or_recompile(name, dynamic):
     torch._dynamo.reset()
-    counter = CompileCounter()
-    scale, zero_point = torch.rand(6) + 0.1, torch.zeros(6, dtype=torch.int8)
-
-    def function(x):
-        return getattr(torch_linquant, op)(x, scale, zero_point, axis=1)
-
+    counter = CompileCounterWithBackend("aot_eager")
+    function = COMPILED[name]
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic)
     for batch in (4, 7, 9, 12):
         x = torch.randn(batch, 6) * 10
-        x = x.to(torch.int8) if op == "dequantize_linear" else x
         assert_same(compiled(x), function(x))
-    assert counter.frame_count <= (2 if dynamic is None else 1)
+    assert counter.frame_count <= 2
 
 
 def test_compiles_blocked_and_packed_over_sizes():
