@@ -62,6 +62,7 @@ class ThreadLocal {
 };
 
 struct GatherBuffer {
+  GatherBuffer() {}  // leaves the bytes as they are
   alignas(64) char bytes[kConstants * 8];
 };
 
