@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache
 from torch.nn.utils import parametrize
 
 import torch_linquant as lq
@@ -336,11 +337,13 @@ def test_training_compiled_is_training_eager_to_the_bit(dynamic):
 
 
 def test_training_under_inductor():
-    """Inductor sums products in an order of its own: equal within a tolerance."""
+    """Inductor sums products in an order of its own, which moves a code here and there, and more with every step."""
     torch._dynamo.reset()
     eager, other = Net(), Net()
-    want, got = train(eager, eager), train(other, torch.compile(other, fullgraph=True))
-    assert all(math.isclose(a, b, rel_tol=2e-2) for a, b in zip(got, want, strict=True))
+    with fresh_cache():
+        want, got = train(eager, eager), train(other, torch.compile(other, fullgraph=True))
+    assert math.isclose(got[0], want[0], rel_tol=1e-2)
+    assert all(math.isclose(a, b, rel_tol=0.2) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("strict", [True, False])
