@@ -56,6 +56,9 @@ def case_dtensor(mesh):
             assert torch.equal(full(grads[0]), wants[0]), (name, placement)
             for a, b in zip(grads[1:], wants[1:], strict=True):
                 torch.testing.assert_close(full(a), b, rtol=1e-5, atol=1e-5)
+            if s_shape != (1,) and isinstance(placement, Shard):  # parameters that come sharded themselves
+                cut = [distribute_tensor(t, mesh, [Shard(0)]) for t in (scale, zero_point)]
+                assert torch.equal(full(lq.fake_quantize_linear(tensors[0].detach(), *cut, **kwargs)), y)
             with torch.no_grad():
                 codes = lq.quantize_linear(*tensors[:2], **kwargs)
                 assert torch.equal(full(codes), lq.quantize_linear(x, scale, **kwargs))

@@ -158,3 +158,5 @@ def test_out_under_compile(backend):
         return y, low, high
 
     assert_same(torch.compile(function, backend=backend, fullgraph=True)(x), function(x))
+    with pytest.raises(Exception, match=r"out must have shape \[16, 3\], but got shape \[3, 16\]"):
+        torch.compile(lambda x: torch_linquant.quantize_linear(x, scale, out=torch.empty(3, 16)), backend=backend)(x)

@@ -25,8 +25,10 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import _fake  # noqa: F401  (loads the library and registers the fake kernels)
+from ._library import default_arguments
 from ._sharding import ensure_registered
 from .dtypes import resolve
+from .granularity import aligned_shape, block_lengths, spread_parameter
 
 _ops = torch.ops.linquant
 _library = torch.library.Library("linquant", "IMPL")
@@ -46,44 +48,8 @@ class _Options:
     def __getattr__(self, name: str) -> Any:
         return self.values[name]
 
-    def but(self, **values: Any) -> "_Options":
-        return _Options(self.values | values)
-
 
 # --- granularity, in plain tensor ops --------------------------------------------------------------------------------
-
-
-def _blocks(ndim: int, axis: int, block_size: Sequence[int]) -> list[int] | None:
-    """The block length in each dimension, 0 for all of it; None without blocks."""
-    if ndim > 1 and len(block_size) > 1:
-        return list(block_size)
-    if block_size[0] == 0:
-        return None
-    blocks = [1] * ndim
-    blocks[axis] = block_size[0]
-    return blocks
-
-
-def _aligned(p: Tensor, ndim: int, axis: int) -> list[int]:
-    """The shape with which a parameter that is not blocked broadcasts against x."""
-    if p.numel() == 1:
-        return [1] * ndim
-    if p.dim() == 1:
-        shape = [1] * ndim
-        shape[axis] = p.size(0)
-        return shape
-    return list(p.shape)
-
-
-def spread_parameter(p: Tensor, sizes: Sequence[int], axis: int, block_size: Sequence[int]) -> Tensor:
-    """scale or zero_point, so that it broadcasts against x of these sizes."""
-    blocks = _blocks(len(sizes), axis, block_size)
-    if blocks is None:
-        return p.reshape(_aligned(p, len(sizes), axis))
-    for dim, (block, size) in enumerate(zip(blocks, sizes, strict=True)):
-        if block != 1:
-            p = p.repeat_interleave(block or size, dim).narrow(dim, 0, size)
-    return p
 
 
 def _spread(p: Tensor, sizes: Sequence[int], o: _Options) -> Tensor:
@@ -92,9 +58,9 @@ def _spread(p: Tensor, sizes: Sequence[int], o: _Options) -> Tensor:
 
 def _collect(t: Tensor, p: Tensor, o: _Options) -> Tensor:
     """Sum what is one an element to p's shape: the transpose of `_spread`."""
-    blocks = _blocks(t.dim(), o.axis, o.block_size)
+    blocks = block_lengths(t.dim(), o.axis, o.block_size)
     if blocks is None:
-        return t.sum_to_size(_aligned(p, t.dim(), o.axis)).reshape(p.shape)
+        return t.sum_to_size(aligned_shape(p, t.dim(), o.axis)).reshape(p.shape)
     for dim, block in enumerate(blocks):
         block = block or max(t.size(dim), 1)
         if block != 1:
@@ -203,8 +169,7 @@ class _Rule:
         self.option_names = option_names
         self.fix = fix
         self.slopes = slopes
-        arguments = self.op._schema.arguments
-        self.defaults = {a.name: a.default_value for a in arguments if a.kwarg_only} | {"block_size": [0]}
+        self.defaults = default_arguments(self.op)
 
     def options(self, given: dict[str, Any]) -> _Options:
         return _Options(self.defaults | given)
@@ -293,7 +258,7 @@ def _batch_call(
         elif own[0].numel() == 1:
             results.append(own.reshape(size, *[1] * ndim))
         else:
-            results.append(own.reshape(size, *_aligned(own[0], ndim, axis)))
+            results.append(own.reshape(size, *aligned_shape(own[0], ndim, axis)))
     return results, granularity
 
 
@@ -525,7 +490,7 @@ _register(
 def _without_gradient() -> None:
     """quantize_linear to codes: integers and float8 carry none, so a call need not pass by Python to find that out."""
     op = _ops.quantize_linear.default
-    defaults = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only} | {"block_size": [0]}
+    defaults = default_arguments(op)
 
     def rule(info: Any, dims: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, **given: Any) -> Any:
         dims = (*dims, None)[:3]

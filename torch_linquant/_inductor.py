@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import _library  # noqa: F401  (the ops must exist)
+from ._library import default_arguments
 from .dtypes import BY_NUMBER, resolve
 
 _ops = torch.ops.linquant
@@ -132,7 +132,7 @@ def _register() -> None:
 
     def lowering(op: Any, fake: bool) -> Callable[..., Any]:
         opaque = fallback_handler(op)
-        defaults = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only} | {"block_size": [0]}
+        defaults = default_arguments(op)
 
         def lower(x: Any, scale: Any, zero_point: Any = None, **given: Any) -> Any:
             # All keyword arguments: AOTInductor fails on fewer.

@@ -1,6 +1,7 @@
 """Loads the compiled library, which defines the ops under torch.ops.linquant."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,12 @@ def load(folder: Path = _FOLDER) -> None:
             f"torch_linquant: the compiled library {path} must load, but got: {error}. "
             "Build it again with the torch that is installed here."
         ) from error
+
+
+def default_arguments(op: Any) -> dict[str, Any]:
+    """What an overload takes for its keyword arguments where they are left out."""
+    arguments = [a for a in op._schema.arguments if a.kwarg_only and a.has_default_value()]
+    return {a.name: [0] if a.name == "block_size" else a.default_value for a in arguments}
 
 
 load()

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .granularity import block_lengths
+
 _ops = torch.ops.linquant
 # Keyword arguments on which the rules depend.
 _STATIC = {
@@ -37,13 +39,9 @@ def ensure_registered(*tensors: Any) -> None:
 def _parameter_dims(x: Any, scale: Any, axis: int, block_size: Sequence[int], whole: int) -> Iterator[tuple[int, Any]]:
     """(d, dimension of scale that goes with x's d, or None where d shares a scale), for each d that may be sharded."""
     ndim = len(x.shape)
-    blocks = list(block_size)
-    blocked = ndim > 1 and len(blocks) > 1 or blocks[0] > 0
-    if blocked and len(blocks) == 1:
-        blocks = [1] * ndim
-        blocks[axis] = block_size[0]
+    blocks = block_lengths(ndim, axis, block_size)
     for d in range(ndim):
-        if blocked:
+        if blocks is not None:
             if blocks[d] == 0:
                 yield d, None
             elif blocks[d] == 1 or x.shape[d] % (blocks[d] * whole) == 0:
@@ -61,62 +59,52 @@ def _register() -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
+    # The cache of decisions tells calls apart by numbers, as register_sharding leaves it, but not by lists. Where that
+    # cannot be mended, blocks are not sharded: one decision would serve every block_size.
+    try:
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
-    def remember(op: Any, first_static: int, names: list[str] | None) -> bool:
-        """Make the cache of decisions tell calls apart by lists too, which register_sharding forgets."""
-        try:
-            from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+        remembered = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    except (ImportError, AttributeError):
+        remembered = None
 
-            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first_static, names, needs_pytree=True)
-        except (ImportError, AttributeError):
-            return False
-        return True
+    def register(op: Any, rule: Callable[..., Any], first_static: int, names: list[str] | None) -> None:
+        register_sharding(op)(rule)
+        if remembered is not None:
+            remembered[op] = RuntimeSchemaInfo(first_static, names, needs_pytree=True)
 
-    def placements(
-        x: Any, scale: Any, axis: int, block_size: Sequence[int], packed: bool, careful: bool
-    ) -> Iterator[tuple[Any, Any]]:
+    def placements(x: Any, scale: Any, axis: int, block_size: Sequence[int], packed: bool) -> Iterator[tuple[Any, Any]]:
         """(placement of x, of its parameters)."""
         yield Replicate(), Replicate()
-        if careful and any(block_size):
+        if remembered is None and any(block_size):
             return
         for d, parameter in _parameter_dims(x, scale, axis, block_size, x.mesh.size()):
             if not (packed and d == len(x.shape) - 1):
                 yield Shard(d), Replicate() if parameter is None else Shard(parameter)
 
-    def forward_rule(careful: dict[str, bool]) -> Callable[..., Any]:
-        def rule(x: Any, scale: Any, zero_point: Any = None, **o: Any) -> Any:
-            packed = bool(o.get("packed")) or o.get("packed_size") is not None
-            given = (o.get("axis", 1), o.get("block_size", [0]), packed, careful["forward"])
-            parameters = 1 if zero_point is None else 2
-            return [([p], [p] + [q] * parameters) for p, q in placements(x, scale, *given)]
+    def forward(x: Any, scale: Any, zero_point: Any = None, **o: Any) -> Any:
+        packed = bool(o.get("packed")) or o.get("packed_size") is not None
+        parameters = 1 if zero_point is None else 2
+        pairs = placements(x, scale, o.get("axis", 1), o.get("block_size", [0]), packed)
+        return [([p], [p] + [q] * parameters) for p, q in pairs]
 
-        return rule
-
-    def backward_rule(careful: dict[str, bool]) -> Callable[..., Any]:
-        def rule(g: Any, x: Any, scale: Any, zero_point: Any, axis: int, block_size: Sequence[int], *o: Any) -> Any:
-            need_scale, need_zero_point = o[-2:]
-            packed = o[-4] is not None and not isinstance(o[-4], str)  # dequantize_linear's packed_size
-            parameters = 1 if zero_point is None else 2
-            results = []
-            for p, q in placements(x, scale, axis, block_size, packed, careful["backward"]):
-                summed = Partial() if isinstance(p, Shard) and isinstance(q, Replicate) else q
-                floating = zero_point is not None and need_zero_point
-                outputs = [
-                    p if o[-3] else Replicate(),
-                    summed if need_scale else Replicate(),
-                    summed if floating else Replicate(),
-                ]
-                results.append((outputs, [p, p] + [q] * parameters))
-            return results
-
-        return rule
+    def backward(g: Any, x: Any, scale: Any, zero_point: Any, axis: int, block_size: Sequence[int], *o: Any) -> Any:
+        *_, before, need_x, need_scale, need_zero_point = o
+        packed = before is not None and not isinstance(before, str)  # dequantize_linear's packed_size
+        parameters = 1 if zero_point is None else 2
+        results = []
+        for p, q in placements(x, scale, axis, block_size, packed):
+            summed = Partial() if isinstance(p, Shard) and isinstance(q, Replicate) else q
+            floating = zero_point is not None and need_zero_point
+            outputs = [
+                p if need_x else Replicate(),
+                summed if need_scale else Replicate(),
+                summed if floating else Replicate(),
+            ]
+            results.append((outputs, [p, p] + [q] * parameters))
+        return results
 
     for name, static in _STATIC.items():
-        packet, backward = getattr(_ops, name), getattr(_ops, f"{name}_backward").default
-        careful = {"forward": False, "backward": False}
-        for op in [packet.default] + ([packet.float_codes] if name == "quantize_linear" else []):
-            register_sharding(op)(forward_rule(careful))
-            careful["forward"] |= not remember(op, 3, static)
-        register_sharding(backward)(backward_rule(careful))
-        careful["backward"] = not remember(backward, 4, None)
+        register(getattr(_ops, name).default, forward, 3, static)
+        register(getattr(_ops, f"{name}_backward").default, backward, 4, None)
+    register(_ops.quantize_linear.float_codes, forward, 3, ["axis", "block_size"])

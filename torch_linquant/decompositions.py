@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._autograd import spread_parameter
 from ._fake import float_code_type
 from .dtypes import BY_NUMBER, FLOAT_NUMBERS, QuantDtype, resolve
+from .granularity import block_lengths, spread_parameter
 
 _ops = torch.ops.linquant
 _FLOAT_BY_NUMBER = {number: dtype for dtype, number in FLOAT_NUMBERS.items()}
@@ -230,11 +230,8 @@ def _ends(x: Tensor, keep: Tensor, axis: int | None, block_size: Sequence[int]) 
     x = x.double() if x.dtype == torch.float64 else x.float()
     infinity = float("inf")
     parts = [torch.where(keep, x, infinity), torch.where(keep, x, -infinity)]
-    blocks = list(block_size)
-    if x.dim() > 1 and len(blocks) > 1 or blocks[0] > 0:
-        if len(blocks) == 1:
-            blocks = [1] * x.dim()
-            blocks[0 if axis is None else axis] = block_size[0]
+    blocks = block_lengths(x.dim(), 0 if axis is None else axis, block_size)
+    if blocks is not None:
         for dim, block in enumerate(blocks):
             if block == 1:
                 continue

@@ -25,7 +25,8 @@ class FakeQuantize(nn.Module):
 
     In training mode an observer takes x in first; in evaluation mode the range stands still. Scale and zero point are
     `choose_qparams` of the range, the one formula of observers and converted models. The gradient to x is that of
-    `fake_quantize_linear`; the range has none. No value is read on the host.
+    `fake_quantize_linear`; the range has none. No value is read on the host, but for one look on the CPU, outside
+    training, at whether there is a range.
 
     Args:
         dtype, granularity: type of the codes, and which elements share a scale.
@@ -39,8 +40,7 @@ class FakeQuantize(nn.Module):
 
     Raises:
         ValueError: if observer is not one, or comes together with dtype or granularity.
-        RuntimeError: from `forward`, as the observer does; and if no data was seen before evaluation (on the CPU, where
-            looking costs nothing).
+        RuntimeError: from `forward`, as the observer does; and, on the CPU, if no data was seen before evaluation.
 
     >>> fake = FakeQuantize("int4", symmetric=True)
     >>> fake(torch.tensor([-1.5, 0.3, 0.7]))
@@ -77,9 +77,11 @@ class FakeQuantize(nn.Module):
         if not self.enabled:
             return x
         observer = self.observer
+        observing = self.training and observer.enabled
         # Where looking at a value would stop a graph or a device, what was not seen counts as [0, 0].
-        if not torch.compiler.is_compiling() and observer.r_min.device.type == "cpu" and not observer.seen:
-            observer.range()
+        if not observing and not torch.compiler.is_compiling() and observer.r_min.device.type == "cpu":
+            if not observer.seen:
+                observer.range()
         scale, zero_point = observer._qparams(observer.r_min, observer.r_max)
         return fake_quantize_linear(
             x,

@@ -12,8 +12,11 @@
 Each object turns into the arguments `axis` and `block_size` of the ops, given the rank of the tensor.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 
 class Granularity:
@@ -131,3 +134,39 @@ class PerBlock(Granularity):
             # One length for a vector is the form along an axis, where 0 means no blocks.
             return (PerBlock(self.block_size[0], 0) if self.block_size[0] else PerTensor()).reduce_args(ndim)
         return {"axis": None, "block_size": list(self.block_size)}
+
+
+# What `axis` and `block_size` of the ops mean, for code that is not a kernel.
+
+
+def block_lengths(ndim: int, axis: int, block_size: Sequence[int]) -> list[int] | None:
+    """The block length in each dimension, 0 for all of it; None without blocks."""
+    if ndim > 1 and len(block_size) > 1:
+        return list(block_size)
+    if block_size[0] == 0:
+        return None
+    blocks = [1] * ndim
+    blocks[axis] = block_size[0]
+    return blocks
+
+
+def aligned_shape(p: Tensor, ndim: int, axis: int) -> list[int]:
+    """The shape with which a parameter that is not blocked broadcasts against x."""
+    if p.numel() == 1:
+        return [1] * ndim
+    if p.dim() == 1:
+        shape = [1] * ndim
+        shape[axis] = p.size(0)
+        return shape
+    return list(p.shape)
+
+
+def spread_parameter(p: Tensor, sizes: Sequence[int], axis: int, block_size: Sequence[int]) -> Tensor:
+    """scale or zero_point, so that it broadcasts against x of these sizes."""
+    blocks = block_lengths(len(sizes), axis, block_size)
+    if blocks is None:
+        return p.reshape(aligned_shape(p, len(sizes), axis))
+    for dim, (block, size) in enumerate(zip(blocks, sizes, strict=True)):
+        if block != 1:
+            p = p.repeat_interleave(block or size, dim).narrow(dim, 0, size)
+    return p

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import needs_autograd
+from ._library import default_arguments
 from ._sharding import ensure_registered
 from .dtypes import QUANT_DTYPES, QuantDtype, float_number, resolve, type_name
 
@@ -60,14 +61,9 @@ def _number(dtype: "QuantDtype | torch.dtype | str | None") -> int:
     return 0 if dtype is None else resolve(dtype).number
 
 
-def _defaults(op: Any) -> dict[str, Any]:
-    arguments = op.default._schema.arguments
-    return {a.name: a.default_value for a in arguments if a.has_default_value()} | {"block_size": 0}
-
-
 # What each op takes for granted, read from its schema.
 _DEFAULTS = {
-    name: _defaults(getattr(_ops, name))
+    name: default_arguments(getattr(_ops, name).default) | {"block_size": 0}
     for name in (
         "quantize_linear",
         "dequantize_linear",
@@ -120,8 +116,11 @@ def _call_out(name: str, op: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
         return op.out(*args, **kwargs, **outs)
     # PyTorch's compiler takes no op that returns what it was given.
     results = op(*args, **kwargs)
-    for to, result in zip(outs.values(), results if isinstance(results, tuple) else (results,), strict=True):
-        torch._check(to.shape == result.shape and to.dtype == result.dtype, lambda: f"{name}: out does not fit.")
+    for (key, to), result in zip(outs.items(), results if isinstance(results, tuple) else (results,), strict=True):
+        if to.shape != result.shape:
+            raise RuntimeError(f"{name}: {key} must have shape {list(result.shape)}, but got shape {list(to.shape)}.")
+        if to.dtype != result.dtype:
+            raise RuntimeError(f"{name}: {key} must be {type_name(result.dtype)}, but got {type_name(to.dtype)}.")
         to.copy_(result)
     return tuple(outs.values()) if isinstance(results, tuple) else out
 

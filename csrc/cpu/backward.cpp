@@ -23,11 +23,11 @@ struct Problem {
   bool identity;
   float bound;  // as in Gradient
   bool fast;
-  DataType g, dx;
+  DataType x, g;  // x's is dx's too
   const char* x_data;
   const char* g_data;
   char* dx_data;  // null: not needed
-  int x_bits, g_bits, dx_bits;
+  int x_bits, g_bits;
 };
 
 // The largest |quotient| that rounds to a finite number of the format.
@@ -99,7 +99,7 @@ class Terms {
       from = gathered_;
     }
     const char* g = p_.g_data + y * p_.g_bits / 8;
-    char* to = p_.dx_data ? p_.dx_data + y * p_.dx_bits / 8 : nullptr;
+    char* to = p_.dx_data ? p_.dx_data + y * p_.x_bits / 8 : nullptr;
     if constexpr (std::is_same_v<R, float>) {
       if (p_.fast) return compute_fast(from, g, to, n);
     }
@@ -121,7 +121,7 @@ class Terms {
     Gradient r{};
     r.x = wide(x, p_.spec.x, x_);
     r.g = wide(g, p_.g, g_);
-    const bool direct = dx && p_.dx == DataType::kFloat32;
+    const bool direct = dx && p_.x == DataType::kFloat32;
     r.dx = direct ? reinterpret_cast<float*>(dx) : reinterpret_cast<float*>(dx_);
     r.ds = reinterpret_cast<float*>(ds);
     r.dz = reinterpret_cast<float*>(dz);
@@ -131,7 +131,7 @@ class Terms {
     r.bound = p_.bound;
     r.identity = p_.identity;
     k.gradient[p_.spec.quotient][p_.of == Result::kFloatCodes][p_.spec.code->is_float](r);
-    if (dx && !direct) k.narrow[input(p_.dx)](r.dx, dx, n);
+    if (dx && !direct) k.narrow[input(p_.x)](r.dx, dx, n);
   }
 
   void compute_exact(const char* x, const char* g, char* dx, int64_t n) {
@@ -140,7 +140,7 @@ class Terms {
       const R slope = p_.of == Result::kDequantized
                           ? dequantized(x, i, load_value(p_.g, g, i), run)
                           : quantized(load_value(p_.spec.x, x, i), load_value(p_.g, g, i), run, i);
-      if (dx) store_value(p_.dx, dx, i, static_cast<double>(slope));
+      if (dx) store_value(p_.x, dx, i, static_cast<double>(slope));
     }
   }
 
@@ -390,10 +390,11 @@ Gradients run(const Arguments& a, const Tensor& x, const Sizes& sizes, const Gra
   const bool wide = spec.wide || spec.x == DataType::kFloat64 || g_type == DataType::kFloat64 ||
                     spec.parameters.scale_type == DataType::kFloat64;
   // The clamp reaches one further than the codes do; and a float16 quotient must not reach the bounds as infinity.
-  const bool near = spec.largest_zero_point < kMaxFastZeroPoint - 1 &&
-                    (spec.quotient != kDivideF16 || spec.code->is_float || spec.code->bits <= 8);
-  const bool fast = of != Result::kDequantized && active_kernels() && !wide && spec.code->bits != 32 && near &&
-                    (spec.quotient != kDivideF16 || spec.largest_zero_point <= 32768) && spec.x != DataType::kInt32;
+  const bool near = spec.quotient != kDivideF16 || spec.code->is_float
+                        ? spec.largest_zero_point < kMaxFastZeroPoint - 1
+                        : spec.code->bits <= 8 && spec.largest_zero_point <= 32768;
+  const bool fast = of != Result::kDequantized && active_kernels() && !wide && near && spec.code->bits != 32 &&
+                    spec.x != DataType::kInt32;
   spec.format = spec.code->format.saturating(true);
   Problem p{};
   p.spec = spec;
@@ -402,13 +403,12 @@ Gradients run(const Arguments& a, const Tensor& x, const Sizes& sizes, const Gra
   p.bound = spec.code->is_float ? largest_rounded(spec.code->format) : 0.0f;
   p.fast = fast;
   p.g = g_type;
-  p.dx = type_of(x);
+  p.x = type_of(x);
   p.x_data = static_cast<const char*>(x.const_data_ptr());
   p.g_data = static_cast<const char*>(grad.const_data_ptr());
   p.dx_data = needs.x ? static_cast<char*>(dx.mutable_data_ptr()) : nullptr;
   p.x_bits = static_cast<int>(x.element_size()) * 8;
   p.g_bits = bits_of(g_type);
-  p.dx_bits = p.x_bits;
   const ScaleMap map = make_map(a.op, sizes, strides_of(x), strides_of(grad), g);
   if (wide) {
     walk<double>(p, map, needs, dscale, dzero);
