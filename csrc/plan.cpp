@@ -663,4 +663,45 @@ Tensor Output::finish() const {
   return out;
 }
 
+Granularity check_observe(const ObserveArguments& a) {
+  check_input(a.op, a.x);
+  Sizes sizes;
+  const Granularity g = resolve_reduction(a.op, sizes_of(a.x), a.axis, a.block_size, sizes);
+  struct State {
+    const char* name;
+    const Tensor* tensor;
+  };
+  State states[5];
+  int count = 0;
+  const auto check = [&](const char* name, const Tensor& t, const Sizes& want, DataType type) {
+    check_out(a.op, name, a.x, want, type, t);
+    if (!t.is_contiguous()) fail(a.op, ": ", name, " must be contiguous, but got strides ", Shape{strides_of(t)}, ".");
+    states[count++] = {name, &t};
+  };
+  check("r_min", a.r_min, sizes, DataType::kFloat32);
+  check("r_max", a.r_max, sizes, DataType::kFloat32);
+  check("nonfinite", a.nonfinite, {}, DataType::kInt64);
+  if (a.counts) {
+    const Sizes got = sizes_of(*a.counts);
+    const int64_t bins = got.empty() ? 0 : got[got.size() - 1];
+    if (bins < kLeastBins || bins > kMostBins || (bins & (bins - 1)) != 0)
+      fail(a.op, ": counts must have a power of two from ", kLeastBins, " to ", kMostBins,
+           " bins in its last dimension, but got shape ", Shape{got}, ".");
+    if (sizes.size() == kMaxDimensions)
+      fail(a.op, ": x must have fewer than ", kMaxDimensions, " dimensions to be counted, but got ", sizes.size(), ".");
+    Sizes want(sizes.size() + 1, bins);
+    std::copy(sizes.begin(), sizes.end(), want.begin());
+    check("counts", *a.counts, want, DataType::kInt64);
+  }
+  states[count++] = {"x", &a.x};
+  for (int i = 0; i < count; ++i) {
+    for (int j = i + 1; j < count; ++j) {
+      const auto one = extent(*states[i].tensor), other = extent(*states[j].tensor);
+      if (one.first < other.second && other.first < one.second)
+        fail(a.op, ": ", states[i].name, " must not overlap ", states[j].name, ", but they share memory.");
+    }
+  }
+  return g;
+}
+
 }  // namespace linquant

@@ -22,6 +22,7 @@ namespace linquant {
 using torch::stable::Tensor;
 
 inline constexpr size_t kMaxDimensions = 64;
+inline constexpr int64_t kLeastBins = 1 << 12, kMostBins = 1 << 16;  // of a histogram
 
 // Sizes or strides, one a dimension. Of fixed capacity: a call on a small tensor has no time for a heap.
 class Sizes {
@@ -149,6 +150,18 @@ Granularity resolve_granularity(const char* op, const Sizes& x_sizes, const Tens
 // The granularity of a reduction over x (min_max, dynamic_quantize_linear) and the shape of its results.
 Granularity resolve_reduction(const char* op, const Sizes& x_sizes, std::optional<int64_t> axis,
                               const Sizes& block_size, Sizes& result_sizes);
+
+struct ObserveArguments {
+  const char* op;
+  const Tensor& x;
+  const Tensor &r_min, &r_max, &nonfinite;
+  const std::optional<Tensor>& counts;
+  std::optional<int64_t> axis;
+  Sizes block_size;
+};
+
+// The granularity of observe_, once its state is found to be of the types and shapes that x asks for.
+Granularity check_observe(const ObserveArguments& a);
 
 // The loops of an elementwise op from x to y, strides as in Loop. The innermost one has stride 1 in y, and in x where x
 // is packed.

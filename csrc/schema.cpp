@@ -40,6 +40,10 @@ STABLE_TORCH_LIBRARY(linquant, m) {
       "(Tensor(a!), Tensor(b!), Tensor(c!))");
   def(m, "min_max", "Tensor x, *, int? axis=None, int[1] block_size=0", "(Tensor r_min, Tensor r_max)",
       "Tensor(a!) r_min, Tensor(b!) r_max", "(Tensor(a!), Tensor(b!))");
+  // Takes x into a running range, and into a histogram if there is one.
+  m.def(
+      "observe_(Tensor x, Tensor(a!) r_min, Tensor(b!) r_max, Tensor(c!) nonfinite, Tensor(d!)? counts=None, *, "
+      "int? axis=None, int[1] block_size=0) -> ()");
   def(m, "pack", "Tensor x, *, int x_dtype");
   def(m, "unpack", "Tensor x, *, int x_dtype, SymInt? packed_size=None");
 

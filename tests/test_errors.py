@@ -27,6 +27,7 @@ Q, D, F, DY, MM = (
     "dynamic_quantize_linear",
     "min_max",
 )
+OB, N = "observe_", t(dtype=I64)
 FB, DB = "fake_quantize_linear_backward", "dequantize_linear_backward"
 BACKWARD = (1, [0], 3, 0, None, None, "onnx", "clipped", True, True, True)
 C8 = t(4, 6, dtype=I8)
@@ -40,6 +41,18 @@ TABLE = {
     "codes-type": (D, (t(4, dtype=torch.bool), S), {}, f"x must be {CODE_INPUTS}, but got bool."),
     "codes-int64": (D, (t(4, dtype=I64), S), {}, f"x must be {CODE_INPUTS}, but got int64."),
     "scale-type": (Q, (X, t(dtype=torch.int32)), {}, "scale must be float32, float16, bfloat16, float64 or float8_e8m0fnu, but got int32."),
+    "observe-type": (OB, (t(4, dtype=I64), S, S, N), {}, "x must be float32, float16, bfloat16, float64 or int32, but got int64."),
+    "observe-shape": (OB, (X, S, S, N), {"axis": 1}, "r_min must have shape [6], but got shape []."),
+    "observe-r_max": (OB, (X, t(6), t(4), N), {"axis": 1}, "r_max must have shape [6], but got shape [4]."),
+    "observe-r_min-type": (OB, (X, t(dtype=torch.float64), S, N), {}, "r_min must be float32, but got float64."),
+    "observe-nonfinite": (OB, (X, S, t(), t(dtype=torch.int32)), {}, "nonfinite must be int64, but got int32."),
+    "observe-nonfinite-shape": (OB, (X, S, t(), t(1, dtype=I64)), {}, "nonfinite must have shape [], but got shape [1]."),
+    "observe-bins": (OB, (X, S, t(), N, t(5000, dtype=I64)), {}, "counts must have a power of two from 4096 to 65536 bins in its last dimension, but got shape [5000]."),
+    "observe-bins-few": (OB, (X, S, t(), N, t(2048, dtype=I64)), {}, "counts must have a power of two from 4096 to 65536 bins in its last dimension, but got shape [2048]."),
+    "observe-bins-0d": (OB, (X, S, t(), N, N), {}, "counts must have a power of two from 4096 to 65536 bins in its last dimension, but got shape []."),
+    "observe-counts": (OB, (X, t(6), t(6), N, t(4096, dtype=I64)), {"axis": 1}, "counts must have shape [6, 4096], but got shape [4096]."),
+    "observe-counts-type": (OB, (X, S, t(), N, t(4096, dtype=torch.int32)), {}, "counts must be int64, but got int32."),
+    "observe-axis": (OB, (X, S, t(), N), {"axis": 2}, "axis must be in [-2, 1] for x of shape [4, 6], but got 2."),
     "output_dtype": (Q, (X, S), {"output_dtype": 7}, f"output_dtype must be 0 or the number of {CODE_NUMBERS}, but got 7."),
     "output_dtype-negative": (F, (X, S), {"output_dtype": -3}, f"output_dtype must be 0 or the number of {CODE_NUMBERS}, but got -3."),
     "output_dtype-values": (D, (C8, S), {"output_dtype": 3}, f"output_dtype must be 0 or the number of {FLOAT_NUMBERS}, but got 3."),

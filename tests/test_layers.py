@@ -21,8 +21,9 @@ MODULES = [
     "decompositions",
     "ops",
     "qparams",
+    "histogram",
 ]
-MODULES += ["observers", "fake_quantize", "modules", "workflow"]
+MODULES += ["observers", "histogram_observers", "fake_quantize", "modules", "workflow"]
 FOREIGN = {"torch"} | sys.stdlib_module_names  # all that the package may need to run
 
 # Parts of csrc, by the start of the path, and what each may include.

@@ -1,5 +1,6 @@
 """Every instruction set, number of threads and split gives the same bits as the general engine on one thread."""
 
+import math
 import threading
 
 import pytest
@@ -51,6 +52,28 @@ def test_this_machine_has_more_than_one_variant(settings):
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_samples(sample: Sample, settings):
     assert_all_equal(settings, sample)
+
+
+def observed(x, granularity):
+    shape = granularity.scale_shape(x.shape)
+    state = torch.full(shape, math.inf), torch.full(shape, -math.inf), torch.zeros((), dtype=torch.int64)
+    counts = torch.zeros((*shape, 8192), dtype=torch.int64)
+    torch.ops.linquant.observe_(x, *state, counts, **granularity.reduce_args(x.dim()))
+    return *state, counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32], ids=str)
+def test_observe(dtype, settings):
+    x = nasty(210_001, 0.7, -128, 127)
+    x = x.to(dtype) if dtype.is_floating_point else x.nan_to_num(3.0).clamp(-1e9, 1e9).to(dtype)
+    for shape, granularity in [
+        ((210_001,), lq.PerTensor()),
+        ((70_000, 3), lq.PerAxis(1)),
+        ((3, 70_000), lq.PerAxis(0)),
+        ((5_250, 40), lq.PerAxis(1)),
+    ]:
+        part = x[: math.prod(shape)].reshape(shape)
+        assert_all_equal(settings, lambda part=part, granularity=granularity: observed(part, granularity))
 
 
 # Large enough to be shared among threads, and odd, so that pieces end inside blocks and vectors.

@@ -5,8 +5,17 @@ from .decompositions import decompositions
 from .dtypes import QUANT_DTYPES, QuantDtype, resolve
 from .fake_quantize import FakeQuantize, LearnedFakeQuantize
 from .granularity import Granularity, PerAxis, PerBlock, PerDims, PerTensor, PerToken
+from .histogram_observers import (
+    ACIQObserver,
+    DistributionObserver,
+    EntropyObserver,
+    HistogramObserver,
+    MSEObserver,
+    PercentileObserver,
+    StdObserver,
+)
 from .modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
-from .observers import MinMaxObserver, Observer
+from .observers import MeanMinMaxObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
 from .ops import (
     dequantize_linear,
     dynamic_quantize,
@@ -22,20 +31,29 @@ from .workflow import calibrate, convert, prepare, sqnr, weight_bytes
 
 __all__ = [
     "QUANT_DTYPES",
+    "ACIQObserver",
+    "DistributionObserver",
+    "EntropyObserver",
     "FakeQuantize",
     "Granularity",
+    "HistogramObserver",
     "LearnedFakeQuantize",
+    "MSEObserver",
+    "MeanMinMaxObserver",
     "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
     "Observer",
     "PerAxis",
     "PerBlock",
     "PerDims",
     "PerTensor",
     "PerToken",
+    "PercentileObserver",
     "QuantDtype",
     "QuantizedConv2d",
     "QuantizedLayer",
     "QuantizedLinear",
+    "StdObserver",
     "calibrate",
     "choose_qparams",
     "convert",

@@ -516,6 +516,14 @@ def _one_by_one(name: str) -> None:
     torch.library.register_vmap(f"linquant::{name}", rule)
 
 
+def _no_vmap(info: Any, dims: Any, x: Tensor, *state: Any, **options: Any) -> Any:
+    raise RuntimeError(
+        "observe_: x must not be under torch.vmap, where samples would meet in one state, but it is. "
+        "Observe the whole batch."
+    )
+
+
+torch.library.register_vmap("linquant::observe_", _no_vmap)
 for _name in ("min_max", "dynamic_quantize_linear", "pack", "unpack"):
     _one_by_one(_name)
     _guard_out(_name)

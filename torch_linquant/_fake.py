@@ -21,6 +21,7 @@ _FLOATS = tuple(FLOAT_NUMBERS)
 _FLOAT_BY_NUMBER = {number: dtype for dtype, number in FLOAT_NUMBERS.items()}
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.uint32)
 _BYTES = (torch.uint8, torch.int8)
+_BINS = [2**k for k in range(12, 17)]
 
 _CODE_NUMBERS = (
     "uint8 (2), int8 (3), uint16 (4), int16 (5), int32 (6), float8_e4m3fn (17), float8_e4m3fnuz (18), "
@@ -558,6 +559,38 @@ def _min_max(op: str, x: Tensor, *, axis: int | None = None, block_size: Sizes =
     return x.new_empty(sizes, dtype=_range_type(x)), x.new_empty(sizes, dtype=_range_type(x))
 
 
+def _observe_(
+    op: str,
+    x: Tensor,
+    r_min: Tensor,
+    r_max: Tensor,
+    nonfinite: Tensor,
+    counts: Tensor | None = None,
+    *,
+    axis: int | None = None,
+    block_size: Sizes = (0,),
+) -> None:
+    _check_input(op, x)
+    sizes = _reduced_sizes(op, x.shape, axis, block_size)
+
+    def check(name: str, state: Tensor, shape: Sizes, dtype: torch.dtype) -> None:
+        _check_out(op, name, x, x.new_empty(shape, dtype=dtype, device="meta"), state)
+        if not state.is_contiguous():
+            _fail(f"{op}: {name} must be contiguous, but got strides {list(state.stride())}.")
+
+    check("r_min", r_min, sizes, torch.float32)
+    check("r_max", r_max, sizes, torch.float32)
+    check("nonfinite", nonfinite, [], torch.int64)
+    if counts is not None:
+        bins = counts.shape[-1] if counts.dim() else 0
+        if bins not in _BINS:
+            _fail(
+                f"{op}: counts must have a power of two from {_BINS[0]} to {_BINS[-1]} bins in its last dimension, "
+                f"but got shape {list(counts.shape)}."
+            )
+        check("counts", counts, [*sizes, bins], torch.int64)
+
+
 def _sub_byte(op: str, x_dtype: int) -> QuantDtype:
     code = BY_NUMBER.get(x_dtype)
     if code is None or code.bits >= 8:
@@ -594,5 +627,6 @@ _register("fake_quantize_linear_backward", _fake_quantize_linear_backward, ())
 _register("dequantize_linear_backward", _dequantize_linear_backward, ())
 _register("dynamic_quantize_linear", _dynamic_quantize_linear, ("y", "scale", "zero_point"))
 _register("min_max", _min_max, ("r_min", "r_max"))
+_register("observe_", _observe_, ())
 _register("pack", _pack)
 _register("unpack", _unpack)

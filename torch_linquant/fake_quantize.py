@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from .dtypes import resolve
 from .granularity import PerTensor, check_granularity
+from .histogram_observers import HistogramObserver
 from .observers import MinMaxObserver, Observer, keep_dtype
 from .ops import fake_quantize_linear
 
@@ -65,6 +66,11 @@ class FakeQuantize(nn.Module):
             )
         elif not isinstance(observer, Observer):
             raise ValueError(f"FakeQuantize: observer must be an Observer, but got {observer!r}.")
+        elif isinstance(observer, HistogramObserver):
+            raise ValueError(
+                "FakeQuantize: observer must keep its range in r_min and r_max, but got one that searches a histogram: "
+                f"{observer!r}. Train with MovingAverageMinMaxObserver, or LearnedFakeQuantize.from_observer."
+            )
         elif dtype is not None or granularity is not None or options:
             raise ValueError("FakeQuantize: dtype, granularity and options must be left out where observer is given.")
         self.observer = observer
@@ -90,6 +96,7 @@ class FakeQuantize(nn.Module):
             dtype=observer.dtype,
             quant_min=observer.quant_min,
             quant_max=observer.quant_max,
+            arithmetic=observer.arithmetic,
             ste=self.ste,
             **observer.granularity.qparam_args(x.dim()),
         )

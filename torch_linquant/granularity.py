@@ -26,6 +26,28 @@ class Granularity:
         """`axis` and `block_size` for ops that find a range or a scale (min_max, dynamic_quantize_linear)."""
         raise NotImplementedError
 
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of scale for a tensor of this shape.
+
+        Raises:
+            ValueError: if the tensor does not have the dimensions that this granularity names.
+
+        >>> PerBlock(32).scale_shape((4, 100))
+        (4, 4)
+        """
+        ndim = len(shape)
+        args = self.reduce_args(ndim)
+        axis, block_size = args["axis"], args["block_size"]
+        if axis is not None and not -ndim <= axis < ndim:
+            raise ValueError(f"{self}: axis must be a dimension of the tensor, but got one of shape {list(shape)}.")
+        blocks = block_lengths(ndim, axis, block_size)
+        if blocks is None:
+            return () if axis is None else (shape[axis],)
+        return tuple(
+            size if block == 1 else 1 if block == 0 else -(-size // block)
+            for block, size in zip(blocks, shape, strict=True)
+        )
+
     def qparam_args(self, ndim: int) -> dict[str, Any]:
         """`axis` and `block_size` for ops that are given a scale, for a tensor of `ndim` dimensions."""
         args = self.reduce_args(ndim)

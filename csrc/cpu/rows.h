@@ -61,7 +61,14 @@ struct Gradient {
 
 using RowKernel = void (*)(const Row&);
 using GradientKernel = void (*)(const Gradient&);
-using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi);
+
+// What kernels for ranges do with numbers that are not finite.
+enum Infinities { kKept, kLeftOut, kCounted, kInfinities };
+using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi, int64_t* nonfinite);
+// A value's bin is what `shift` leaves of its float32 pattern.
+using HistogramKernel = void (*)(const void* x, int64_t n, int shift, void* counts, float* lo, float* hi,
+                                 int64_t* nonfinite);
+inline constexpr int kCopies = 4;  // of a counter: one would wait for itself where equal values follow each other
 
 enum Input { kF32, kF16, kBF16, kI32, kInputs };
 // P = float32, float16, bfloat16 by division; float32 by a corrected product (kBlock only: elsewhere it gains nothing);
@@ -88,9 +95,11 @@ struct Kernels {
   // Bytes to packed and back (mask, flip).
   RowKernel pack[2];  // 4 bits, 2 bits
   RowKernel unpack[2];
-  // Takes n elements of x into a range: one range for all, or one for each. Second index: infinities are left out.
-  RangeKernel reduce[kInputs][2];
-  RangeKernel accumulate[kInputs][2];
+  // Takes n elements of x into a range: one range for all, or one for each. NaN never counts.
+  RangeKernel reduce[kInputs][kInfinities];
+  RangeKernel accumulate[kInputs][kInfinities];
+  // One range and one histogram for all: uint32 counters, kCopies to a bin; int64 counters.
+  HistogramKernel count_copies[kInputs], count[kInputs];
 };
 
 extern const Kernels kBaseKernels;
