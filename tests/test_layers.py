@@ -23,7 +23,7 @@ MODULES = [
     "qparams",
     "histogram",
 ]
-MODULES += ["observers", "histogram_observers", "fake_quantize", "modules", "workflow"]
+MODULES += ["observers", "histogram_observers", "fake_quantize", "sync", "modules", "workflow"]
 FOREIGN = {"torch"} | sys.stdlib_module_names  # all that the package may need to run
 
 # Parts of csrc, by the start of the path, and what each may include.

@@ -171,22 +171,6 @@ def test_prepare_refuses():
         prepare(nn.ReLU())
 
 
-def observe_on_one_rank(rank, directory):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(prepare(nn.Sequential(nn.Linear(2, 2))))
-    for step in (1.0, 2.0):
-        model(torch.full((3, 2), step + 10 * rank)).sum().backward()
-    torch.save(model.module[0].input_observer.range(), f"{directory}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_data_parallel_ranks_keep_their_own_ranges(tmp_path):
-    torch.multiprocessing.spawn(observe_on_one_rank, (str(tmp_path),), nprocs=2)
-    ranges = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    assert [(low.item(), high.item()) for low, high in ranges] == [(1, 2), (11, 12)]
-
-
 # calibrate
 
 

@@ -27,6 +27,7 @@ from .ops import (
     unpack,
 )
 from .qparams import choose_qparams, quantize_tensor
+from .sync import keep_observers_local, sync_observers
 from .workflow import calibrate, convert, prepare, sqnr, weight_bytes
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "dynamic_quantize",
     "dynamic_quantize_linear",
     "fake_quantize_linear",
+    "keep_observers_local",
     "min_max",
     "pack",
     "prepare",
@@ -70,6 +72,7 @@ __all__ = [
     "resolve",
     "set_fusion",
     "sqnr",
+    "sync_observers",
     "unpack",
     "weight_bytes",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .granularity import PerAxis, PerTensor
 from .modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
 from .observers import MinMaxObserver, Observer
+from .sync import keep_observers_local
 
 # Exact types: a subclass may compute something else, or have its weight read by others (as nn.MultiheadAttention does).
 _QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {nn.Linear: QuantizedLinear, nn.Conv2d: QuantizedConv2d}
@@ -89,10 +90,7 @@ def prepare(model: nn.Module, observer: Observer | None = None, *, skip: Collect
         if isinstance(module, nn.TransformerEncoder):
             # It would make nested tensors of what a padding mask leaves, and the ops take none.
             module.use_nested_tensor = False
-    # DistributedDataParallel would overwrite every rank's ranges with those of rank 0.
-    state = [f"{name}.{_OBSERVER}.{key}".lstrip(".") for name in names for key, _ in observer.named_buffers()]
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    prepared._ddp_params_and_buffers_to_ignore = [*ignored, *state]
+    keep_observers_local(prepared)
     return prepared
 
 
