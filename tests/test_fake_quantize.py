@@ -363,3 +363,30 @@ def test_amp():
         loss = net(batch()).square().mean()
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", [lq.MovingAverageMinMaxObserver, lq.MeanMinMaxObserver])
+def test_ranges_that_average(kind):
+    observer, fake = kind("int8"), lq.FakeQuantize(observer=kind("int8"))
+    for i in range(5):
+        x = torch.randn(100, generator=torch.Generator().manual_seed(i))
+        observer(x)
+        y = fake(x)
+        assert torch.equal(y, lq.fake_quantize_linear(x, *observer.calculate_qparams()))
+    assert torch.equal(fake.observer.r_max, observer.r_max)
+
+
+def test_ranges_that_are_searched_are_refused():
+    with pytest.raises(ValueError, match="FakeQuantize: observer must keep its range in r_min and r_max"):
+        lq.FakeQuantize(observer=lq.MSEObserver("int8"))
+
+
+def test_arithmetic_is_the_observers():
+    x = torch.arange(-40.0, 40.0) * 0.05
+    observer = lq.MinMaxObserver("int8", arithmetic="onednn")
+    fake = lq.FakeQuantize(observer=observer)
+    y = fake(x)
+    scale, zero_point = observer.calculate_qparams()
+    assert torch.equal(y, lq.fake_quantize_linear(x, scale, zero_point, arithmetic="onednn"))
+    layer = lq.QuantizedLinear.from_float(torch.nn.Linear(80, 2), observer)
+    assert torch.equal(layer.quantize_input(x), lq.quantize_linear(x, scale, zero_point, arithmetic="onednn"))

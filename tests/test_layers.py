@@ -21,6 +21,7 @@ MODULES = [
     "decompositions",
     "ops",
     "qparams",
+    "weights",
     "histogram",
 ]
 MODULES += ["observers", "histogram_observers", "fake_quantize", "sync", "modules", "workflow"]

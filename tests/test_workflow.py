@@ -10,7 +10,7 @@ from torch import nn
 from torch_linquant.granularity import PerAxis, PerBlock, PerDims, PerTensor, PerToken
 from torch_linquant.modules import QuantizedConv2d, QuantizedLayer, QuantizedLinear
 from torch_linquant.observers import MinMaxObserver, Observer
-from torch_linquant.qparams import quantize_tensor
+from torch_linquant.weights import quantize_tensor
 from torch_linquant.workflow import calibrate, convert, prepare, sqnr, weight_bytes
 
 

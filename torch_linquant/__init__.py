@@ -26,8 +26,9 @@ from .ops import (
     quantize_linear,
     unpack,
 )
-from .qparams import choose_qparams, quantize_tensor
+from .qparams import choose_qparams
 from .sync import keep_observers_local, sync_observers
+from .weights import quantize_tensor, search_qparams
 from .workflow import calibrate, convert, prepare, sqnr, weight_bytes
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "quantize_linear",
     "quantize_tensor",
     "resolve",
+    "search_qparams",
     "set_fusion",
     "sqnr",
     "sync_observers",

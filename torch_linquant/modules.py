@@ -15,7 +15,7 @@ from .dtypes import resolve
 from .granularity import PerAxis, check_granularity
 from .observers import Observer, keep_dtype
 from .ops import dequantize_linear, quantize_linear
-from .qparams import quantize_tensor
+from .weights import quantize_tensor
 
 
 def _run_forward(layer: nn.Module, args: tuple) -> None:
@@ -41,6 +41,7 @@ class QuantizedLayer(nn.Module):
         weight_dtype: torch.dtype | str = "int8",
         weight_granularity: Any = PerAxis(0),
         weight_symmetric: bool = True,
+        weight_method: str = "minmax",
     ):
         super().__init__()
         check_granularity(type(self).__name__, weight_granularity, "weight_granularity")
@@ -56,12 +57,14 @@ class QuantizedLayer(nn.Module):
         self.input_granularity = observer.granularity
         self.input_quant_min = observer.quant_min
         self.input_quant_max = observer.quant_max
+        self.input_arithmetic = observer.arithmetic
 
         input_scale, input_zero_point = observer.calculate_qparams()
         weight, weight_scale, weight_zero_point = quantize_tensor(
             module.weight.detach(),
             self.weight_dtype.name,
             weight_granularity,
+            method=weight_method,
             symmetric=weight_symmetric,
             packed=self._packed,
         )
@@ -85,6 +88,8 @@ class QuantizedLayer(nn.Module):
             weight_dtype: a type of at most 16 bits for the codes of the weight: "int8", "int4", "float8_e4m3fn", ...
             weight_granularity: which weights share a scale. Axis 0 is the output channel.
             weight_symmetric: whether the weight's zero point is in the middle of the codes (0 for signed types).
+            weight_method: "minmax" for scales from the range of the weights, or "auto", "exact", "zoom" for those of
+                least error, as in `search_qparams`.
 
         Raises:
             RuntimeError: if the observer has seen no data.
@@ -108,6 +113,7 @@ class QuantizedLayer(nn.Module):
             dtype=self.input_dtype.name,
             quant_min=self.input_quant_min,
             quant_max=self.input_quant_max,
+            arithmetic=self.input_arithmetic,
             **self.input_granularity.qparam_args(x.dim()),
         )
 

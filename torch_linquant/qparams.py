@@ -1,11 +1,9 @@
-"""From a range to a scale and a zero point, and the one-call form of quantization."""
+"""From a range to a scale and a zero point."""
 
 import torch
 from torch import Tensor
 
 from .dtypes import QuantDtype, resolve, type_name
-from .granularity import Granularity, PerTensor, check_granularity
-from .ops import min_max, quantize_linear
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -97,75 +95,6 @@ def choose_qparams(
     # In float32 the numbers around the bounds of int32 would not be exact.
     zero_point = q_min - low.double() / scale.double() if code.bits == 32 else q_min - low / scale
     return scale, zero_point.clamp(q_min, q_max).round().to(code.storage)
-
-
-def quantize_tensor(
-    x: Tensor,
-    dtype: "QuantDtype | torch.dtype | str",
-    granularity: Granularity = PerTensor(),
-    *,
-    symmetric: bool = False,
-    include_zero: bool = True,
-    eps: float | None = None,
-    power_of_two: bool = False,
-    quant_min: int | None = None,
-    quant_max: int | None = None,
-    packed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantize a tensor by the range of its own finite values: min_max, `choose_qparams`, `quantize_linear`.
-
-    Args:
-        x: float32, float16, bfloat16, float64 or int32.
-        dtype: type of the codes.
-        granularity: which elements share a scale.
-        symmetric, include_zero, eps, power_of_two, quant_min, quant_max: as in `choose_qparams`.
-        packed: pack codes of fewer than 8 bits, as in `quantize_linear`.
-
-    Returns:
-        (q, scale, zero_point): `dequantize_linear(q, scale, zero_point, **granularity.qparam_args(x.dim()))` gives the
-        values back (with `x_dtype=dtype` for types of fewer than 8 bits). zero_point is None for float codes.
-
-    Raises:
-        RuntimeError, ValueError: as the three functions do.
-
-    >>> x = torch.tensor([[191.6, -13.5, 728.6], [92.14, 295.5, -184.0], [0.0, 684.6, 245.5]])
-    >>> q, scale, zero_point = quantize_tensor(x, "int8")
-    >>> q
-    tensor([[ -23,  -81,  127],
-            [ -51,    6, -128],
-            [ -77,  114,   -8]], dtype=torch.int8)
-
-    Weights, one scale for each output channel:
-
-    >>> from torch_linquant.granularity import PerAxis
-    >>> quantize_tensor(x, "int8", PerAxis(0), symmetric=True)[1]
-    tensor([5.7145, 2.3176, 5.3694])
-    """
-    check_granularity("quantize_tensor", granularity)
-    code = resolve(dtype)
-    r_min, r_max = min_max(x, **granularity.reduce_args(x.dim()))
-    scale, zero_point = choose_qparams(
-        r_min,
-        r_max,
-        code,
-        symmetric=symmetric,
-        include_zero=include_zero,
-        eps=eps,
-        power_of_two=power_of_two,
-        quant_min=quant_min,
-        quant_max=quant_max,
-    )
-    q = quantize_linear(
-        x,
-        scale,
-        zero_point,
-        dtype=code,
-        quant_min=quant_min,
-        quant_max=quant_max,
-        packed=packed,
-        **granularity.qparam_args(x.dim()),
-    )
-    return q, scale, zero_point
 
 
 def _code_range(code: QuantDtype, quant_min: int | None, quant_max: int | None) -> tuple[float, float]:

@@ -150,6 +150,7 @@ def convert(
     weight_dtype: torch.dtype | str = "int8",
     weight_granularity: Any = PerAxis(0),
     weight_symmetric: bool = True,
+    weight_method: str = "minmax",
 ) -> nn.Module:
     """Return a copy of a calibrated model with quantized layers in the place of those that were observed.
 
@@ -159,7 +160,7 @@ def convert(
 
     Args:
         model: what `prepare` returned, after calibration.
-        weight_dtype, weight_granularity, weight_symmetric: how the weights become codes, as in
+        weight_dtype, weight_granularity, weight_symmetric, weight_method: how the weights become codes, as in
             `QuantizedLayer.from_float`.
 
     Raises:
@@ -194,6 +195,7 @@ def convert(
             weight_dtype=weight_dtype,
             weight_granularity=weight_granularity,
             weight_symmetric=weight_symmetric,
+            weight_method=weight_method,
         )
         _carry_hooks(layer, quantized)
         replacements[id(layer)] = quantized

@@ -106,12 +106,15 @@ struct FloatRange {
     if (!counts) {
       kernels->reduce[input()][infinities](x, n, lo + scale, hi + scale, &nonfinite);
     } else if (!copies) {
-      kernels->count[input()](x, n, shift(), counts + scale * bins, lo + scale, hi + scale, &nonfinite);
+      int64_t* to = counts + scale * bins;
+      nonfinite -= to[infinite()];
+      kernels->count[input()](x, n, shift(), to, lo + scale, hi + scale);
+      nonfinite += to[infinite()];
     } else {
       for (int64_t i = 0; i < n; i += kMostPending / 2) {
         const int64_t some = std::min<int64_t>(n - i, kMostPending / 2);
         if (pending + some > kMostPending) flush();
-        kernels->count_copies[input()](x + i * loaded_bytes(), some, shift(), copies, lo, hi, &nonfinite);
+        kernels->count_copies[input()](x + i * loaded_bytes(), some, shift(), copies, lo, hi);
         pending += some;
       }
     }
@@ -135,11 +138,13 @@ struct FloatRange {
     }
   }
   int shift() const { return 32 - std::countr_zero(static_cast<uint64_t>(bins)); }
+  int64_t infinite() const { return 0x7f800000 >> shift(); }  // the bin of all that is not finite
   static void add(int64_t* to, int64_t n) { std::atomic_ref(*to).fetch_add(n, std::memory_order_relaxed); }
   void flush() {
     for (int64_t i = 0; i < bins; ++i) {
       uint64_t sum = 0;
       for (int c = 0; c < kCopies; ++c) sum += copies[i * kCopies + c];
+      if (i == infinite()) nonfinite += static_cast<int64_t>(sum);
       if (sum != 0) add(counts + i, static_cast<int64_t>(sum));
     }
     std::fill_n(copies, bins * kCopies, 0);

@@ -66,8 +66,7 @@ using GradientKernel = void (*)(const Gradient&);
 enum Infinities { kKept, kLeftOut, kCounted, kInfinities };
 using RangeKernel = void (*)(const void* x, int64_t n, float* lo, float* hi, int64_t* nonfinite);
 // A value's bin is what `shift` leaves of its float32 pattern.
-using HistogramKernel = void (*)(const void* x, int64_t n, int shift, void* counts, float* lo, float* hi,
-                                 int64_t* nonfinite);
+using HistogramKernel = void (*)(const void* x, int64_t n, int shift, void* counts, float* lo, float* hi);
 inline constexpr int kCopies = 4;  // of a counter: one would wait for itself where equal values follow each other
 
 enum Input { kF32, kF16, kBF16, kI32, kInputs };

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <limits>
 
 #include "cpu/rows.h"
 

@@ -1,5 +1,6 @@
 // The row kernels for the baseline of the machine: SSE2, NEON.
 #include <cstring>
+#include <limits>
 
 #include "cpu/rows.h"
 
