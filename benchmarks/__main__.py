@@ -7,6 +7,7 @@ in the output directory.
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import re
@@ -154,11 +155,12 @@ def run(options: argparse.Namespace, about: dict) -> tuple[list[Line], list[str]
             for worker in workers:
                 about["versions"] |= worker.ask("about")
             for row in options.rows:
-                for elements in row.sizes or options.sizes:
-                    title = f"{row.name}, {size_name(elements)}, {threads} threads"
+                for size in row.sizes or options.sizes:
+                    shape = shape_of(size)
+                    title = f"{row.name}, {size_name(math.prod(shape))}, {threads} threads"
                     print(title, file=sys.stderr, flush=True)
                     try:
-                        lines += measure(workers, row, shape_of(elements), options)
+                        lines += measure(workers, row, shape, options)
                     except (ValidationError, WorkerError) as error:
                         failures.append(f"{title}: {error}")
                         print(f"FAILED: {failures[-1]}", file=sys.stderr, flush=True)

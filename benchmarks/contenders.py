@@ -10,13 +10,14 @@ compilation) done before. See workers.py for how they are kept from disturbing e
 """
 
 import ctypes
+import importlib
 import importlib.metadata
 import warnings
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.rows import TYPES, Row, pack
+from benchmarks.rows import OBSERVERS, TYPES, Row, pack
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("general", "baseline", "avx2", "avx512")
@@ -168,6 +169,20 @@ class Linquant(Torch):
     def min_max(self, row, shape, x):
         return self.both(row, "min_max", ("r_min", "r_max"), x, **self.grain(row))
 
+    def observe_min_max(self, row, shape, x):
+        return self.observer(row, self.package.MinMaxObserver, x)
+
+    def observe_moving_average(self, row, shape, x):
+        return self.observer(row, self.package.MovingAverageMinMaxObserver, x)
+
+    def observe_histogram(self, row, shape, x):
+        return self.observer(row, self.package.PercentileObserver, x)
+
+    def observer(self, row, kind, x):
+        axis = row.grain.axis
+        observer = kind("int8", self.package.PerTensor() if axis is None else self.package.PerAxis(axis))
+        return {"alloc": lambda: (observer(x), observer.r_min, observer.r_max)[1:]}
+
     def pack(self, row, shape, x):
         return self.both(row, "pack", ("out",), x, x_dtype=TYPES[row.x].onnx)
 
@@ -259,6 +274,38 @@ class Eager(Torch):
             lambda: tuple(self.torch.aminmax(x, dim=dim)),
             lambda buffers: self.torch.aminmax(x, dim=dim, out=tuple(buffers)),
         )
+
+    def observe_min_max(self, row, shape, x):
+        return self.observer(row, "MinMaxObserver", "PerChannelMinMaxObserver", x)
+
+    def observe_moving_average(self, row, shape, x):
+        return self.observer(row, "MovingAverageMinMaxObserver", "MovingAveragePerChannelMinMaxObserver", x)
+
+    def observe_histogram(self, row, shape, x):
+        return self.observer(row, "HistogramObserver", None, x)
+
+    observers = "torch.ao.quantization"  # the module that has them
+
+    def observer(self, row, per_tensor: str, per_channel: str | None, x):
+        axis = row.grain.axis
+        name = per_tensor if axis is None else per_channel
+        if name is None:
+            return {}
+        kind = getattr(importlib.import_module(self.observers), name)
+        observer = kind(dtype=self.torch.qint8) if axis is None else kind(dtype=self.torch.qint8, ch_axis=axis)
+        return {"alloc": lambda: (observer(x), observer.min_val.float(), observer.max_val.float())[1:]}
+
+
+class Torchao(Eager):
+    """torchao's observers, those of its export path."""
+
+    observers = "torchao.quantization.pt2e"
+
+    def about(self):
+        return {"torchao": importlib.metadata.version("torchao")}
+
+    def prepare(self, row, shape, data, nbytes):
+        return super().prepare(row, shape, data, nbytes) if row.work in OBSERVERS else {}
 
 
 class Formula(Torch):
@@ -503,6 +550,7 @@ CONTENDERS = {
     "compile": Compile,
     "opaque": Opaque,
     "onnxruntime": OnnxRuntime,
+    "torchao": Torchao,
 }
 OURS, BASELINE = "linquant", "copy"
 PEERS = [name for name in CONTENDERS if name not in (OURS, BASELINE)]

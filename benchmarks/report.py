@@ -103,6 +103,8 @@ def size_name(elements: int) -> str:
     for unit, name in ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")):
         if elements >= unit and elements % unit == 0:
             return f"{elements // unit} {name}"
+        if elements >= unit and 100 * elements % unit == 0:
+            return f"{elements / unit:.4g} {name}"
     return str(elements)
 
 

@@ -90,7 +90,7 @@ class Row:
     y: str
     grain: Grain = TENSOR
     targets: dict[str, float] = field(default_factory=dict)
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[int | tuple[int, ...], ...] | None = None
     function: bool = False
 
     def target(self, peer: str) -> float:
@@ -102,6 +102,7 @@ class Row:
         return TYPES[self.x].per_byte > 1 or TYPES[self.y].per_byte > 1
 
 
+BATCHES = ((2048, 2048), (32, 64, 112, 112))  # of activations
 CALL = {"eager": 1 / 1.2, "others": 0.0}  # 16 elements: within 1.2 times torch's own call
 
 ROWS = [
@@ -127,6 +128,14 @@ ROWS = [
     Row("min and max f32, per tensor", "min_max", "f32", "f32"),
     Row("min and max f32, over dim 0", "min_max", "f32", "f32", LAST, {"eager": 12}),
     Row("min and max f32, over dim 1", "min_max", "f32", "f32", FIRST, {"eager": 12}),
+    Row("min-max observer f32, per tensor", "observe_min_max", "f32", "f32", TENSOR, {}, BATCHES),
+    Row("min-max observer f32, per axis 1", "observe_min_max", "f32", "f32", LAST, {}, BATCHES),
+    Row("moving average observer f32, per tensor", "observe_moving_average", "f32", "f32", TENSOR, {}, BATCHES),
+    Row("histogram observer f32, per tensor", "observe_histogram", "f32", "f32", TENSOR,
+        {"eager": 10, "torchao": 10}, BATCHES),
+    Row("histogram observer f32, per axis 1", "observe_histogram", "f32", "f32", LAST, {}, BATCHES),
+    Row("histogram observer bf16, per tensor", "observe_histogram", "bf16", "f32", TENSOR,
+        {"eager": 10, "torchao": 10}, BATCHES),
     Row("pack int4", "pack", "int4", "int4"),
     Row("unpack int4", "unpack", "int4", "int4"),
     Row("relu, fake quantize f32, int8, compiled", "chain", "f32", "int8"),
@@ -142,8 +151,10 @@ ROWS = [
 ]  # fmt: skip
 
 
-def shape_of(elements: int) -> tuple[int, int]:
-    """A matrix of that many elements, as square as powers of two allow: 4 Mi is 2048 x 2048."""
+def shape_of(elements: int | tuple[int, ...]) -> tuple[int, ...]:
+    """A matrix of that many elements, as square as powers of two allow: 4 Mi is 2048 x 2048. A shape is one already."""
+    if isinstance(elements, tuple):
+        return elements
     rows = 1
     while 4 * rows * rows <= elements and elements % (2 * rows) == 0:
         rows *= 2
@@ -159,7 +170,7 @@ def make_data(row: Row, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         data = {"x": codes if row.work == "pack" else pack(codes, x_type)}
     else:
         data = {"x": rng.standard_normal(shape, np.float32).astype(x_type.numpy)}
-    if row.work not in ("dynamic_quantize", "min_max", "pack", "unpack"):
+    if row.work not in ("dynamic_quantize", "min_max", "pack", "unpack", *OBSERVERS):
         code = x_type if row.work == "dequantize" else y_type
         count = row.grain.shape(shape)
         # Six standard deviations over the range of the codes, so that a few elements saturate.
@@ -245,6 +256,12 @@ def _dynamic_quantize(row, shape, x):
     return _encode(row, shape, x, scale, zero_point), scale, zero_point
 
 
+def _observe(row, shape, x):
+    """What an observer holds after a batch, and after the same batch again."""
+    return tuple(end.astype(np.float32) for end in map(np.asarray, _min_max(row, shape, x)))
+
+
+OBSERVERS = ("observe_min_max", "observe_moving_average", "observe_histogram")
 REFERENCES: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
@@ -256,6 +273,7 @@ REFERENCES: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
     "dynamic_quantize": _dynamic_quantize,
     "min_max": _min_max,
     "pack": lambda row, shape, x: (pack(x, TYPES[row.x]),),
+    **dict.fromkeys(OBSERVERS, _observe),
     "unpack": lambda row, shape, x: (unpack(x, TYPES[row.x], shape[-1]),),
 }
 

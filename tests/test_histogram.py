@@ -287,6 +287,13 @@ def test_entropy_of_a_few_values_is_finite(values, symmetric):
     assert low <= x.min() and high >= x.max()
 
 
+def test_entropy_of_wide_codes():
+    x = data("laplace")
+    low, high = read(observed(lq.EntropyObserver, x, "int16"))
+    assert x.min() <= low < high <= x.max()
+    assert read(observed(lq.EntropyObserver, x, "int32")) == read(observed(lq.MinMaxObserver, x, "int32"))
+
+
 def divergence(mass, width, low_bin, high_bin, levels):
     """KL(P || Q) of a window of equal bins, in the textbook's way: cell by cell, bin by bin."""
     inside = mass[low_bin:high_bin]

@@ -23,6 +23,7 @@ Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 _CELLS = 2**15  # numbers in a temporary: they stay in the cache, and in one thread
 _MOST_CLIPPED = 0.01  # of the values, by `entropy_range`
+_MOST_LEVELS = 2**16  # more lose nothing in any range
 _WORTH = 0.01  # a gain of less than this part of the error is no reason to clip
 
 
@@ -353,7 +354,7 @@ def entropy_range(d: Distribution, levels: int, *, upper_only: bool) -> tuple[fl
     """
     others = d.without_zero()
     low, high = d.extremes
-    if low == high:
+    if low == high or levels > _MOST_LEVELS:
         return low, high
     if upper_only or others.low.numel() < d.low.numel():
         low, high = min(low, 0.0), max(high, 0.0)
