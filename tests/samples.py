@@ -47,6 +47,20 @@ class Sample:
         return (packet if self.overload == "default" else self.function)(*self.args, **self.kwargs)
 
 
+def cpu_variants() -> list[int]:
+    """The variants of the CPU kernels that this machine runs: 0 (exact), 1 (baseline), and 2 and 3 where it can."""
+    before, found = torch.ops.linquant._cpu_variant(), []
+    for variant in range(4):
+        try:
+            torch.ops.linquant._cpu_variant(variant)
+        except RuntimeError as error:
+            assert "one that this CPU has" in str(error)
+        else:
+            found.append(variant)
+    torch.ops.linquant._cpu_variant(before)
+    return found
+
+
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 20
