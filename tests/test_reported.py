@@ -220,3 +220,45 @@ def test_a_scale_is_never_changed_after_its_codes_were_made():
     stored = scale.to(torch.float8_e8m0fnu)
     assert torch.equal(stored.float(), scale)
     assert torch.equal(lq.dequantize_linear(q, stored, block_size=32), lq.dequantize_linear(q, scale, block_size=32))
+
+
+@pytest.mark.parametrize("kind", [lq.MinMaxObserver, lq.MovingAverageMinMaxObserver, lq.PercentileObserver])
+def test_one_nan_does_not_poison_calibration(kind):
+    """onnxruntime#23749, modelopt#729: one NaN made every later scale NaN."""
+    clean, spoilt = kind("uint8"), kind("uint8")
+    for batch in torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)):
+        clean(batch)
+        spoilt(torch.cat([batch, torch.tensor([NAN, INF, -INF])]))
+    with pytest.warns(UserWarning, match="12"):
+        assert [t.item() for t in spoilt.calculate_qparams()] == [t.item() for t in clean.calculate_qparams()]
+
+
+def test_percentile_says_what_is_kept():
+    """onnxruntime#10571, #13346: percent to keep taken for percent to drop, and one tail forgotten."""
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) + 1
+    observer = lq.PercentileObserver("uint8", percentile=99.9)
+    observer(x)
+    r_min, r_max = observer.range()
+    assert 0.998 <= ((x >= r_min) & (x <= r_max)).double().mean() < 1
+    assert (x <= r_max).double().mean() >= 0.999 - 1e-4 and (x >= r_min).double().mean() >= 0.999 - 1e-4
+
+
+def test_least_error_remembers_every_batch():
+    """torchao's MSE observer forgot all batches but the last: the scale of (100 x, x) was that of x alone."""
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    observers = [lq.MSEObserver("uint8") for _ in range(3)]
+    for observer, batches in zip(observers, [(100 * x, x), (x, 100 * x), (x,)], strict=True):
+        for batch in batches:
+            observer(batch)
+    first, second, alone = (observer.calculate_qparams()[0].item() for observer in observers)
+    assert first == second > 10 * alone
+
+
+def test_a_double_beyond_float32_leaves_a_finite_scale():
+    """pytorch#100051 and the like: a histogram whose range had to be known before it could be filled."""
+    observer = lq.PercentileObserver("uint8")
+    for batch in ([1e300, 1.0], [1e-30, 0.0], [0.5, -0.25]):
+        observer(torch.tensor(batch, dtype=torch.float64))
+    with pytest.warns(UserWarning, match="1 "):
+        scale, _ = observer.calculate_qparams()
+    assert 0 < scale < 0.01

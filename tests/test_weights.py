@@ -28,6 +28,16 @@ def errors(x, qparams, dtype, granularity, **limits):
     return _rows((x.double() - y.double()), granularity).square().nansum(1)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1"])
+def test_float_codes_may_need_a_wider_range(dtype):
+    """Values of one magnitude have the least error just below a power of two, where steps are finest."""
+    x = 1 + 0.02 * torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    found = errors(x, lq.search_qparams(x, dtype, PerAxis(0)), dtype, PerAxis(0))
+    scale = lq.search_qparams(x, dtype, PerAxis(0), method="minmax")[0]
+    grid = [errors(x, (scale * 2.0**f, None), dtype, PerAxis(0)) for f in np.linspace(-2, 1, 300)]
+    assert (found / torch.stack(grid).amin(0)).median() < 1.1
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [True, False])

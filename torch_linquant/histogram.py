@@ -242,15 +242,17 @@ def error_range(
         return least, most
     center = 0.0 if include_zero else min(max(0.0, least), most)
     starts = [[1.0, 1.0]]  # factors of the distances from the center to both ends
-    reach = 1.0
     steps = q_max - q_min
+    reach = 1.0
     if symmetric or code.is_float:
+        # A range up to twice as wide may put values nearer to codes: those of modes, or of a binade with finer steps.
+        reach = 2.0
         center, least, most = 0.0, min(least, -most), max(most, -least)
         if not code.is_float:
             # The scale of [-a, a] leaves +a half a step outside; that of a little more does not.
             above = q_max - float(choose(torch.tensor([-1.0]), torch.tensor([1.0]))[1])  # type: ignore[arg-type]
-            reach = max(1.0, steps / (2 * above)) if above > 0 else 1.0
-            starts += [[reach, reach], [_smooth_range(d, steps)[1] / most] * 2]
+            covering = max(1.0, steps / (2 * above)) if above > 0 else 1.0
+            starts += [[covering] * 2, [_smooth_range(d, steps)[1] / most] * 2]
         one = True  # both ends move together, or there is one
     else:
         least, most = min(least, center), max(most, center)
@@ -265,10 +267,11 @@ def error_range(
 
     def errors(factors: Tensor) -> Tensor:
         ranges = (center + (ends - center) * factors).float()
-        return error(*choose(ranges[:, 0], ranges[:, 1]))
+        found = error(*choose(ranges[:, 0], ranges[:, 1]))
+        return torch.where(found.isnan(), math.inf, found)  # NaN where a wider range is none of float32
 
     step, points = (2**0.25, 17) if one else (2**0.5, 9)
-    powers = step ** -torch.arange(96 if one else 24, dtype=torch.float64)
+    powers = reach * step ** -torch.arange(100 if one else 24, dtype=torch.float64)
     grid = powers[:, None].expand(-1, 2) if one else torch.cartesian_prod(powers, powers)
     factors = torch.cat([torch.tensor(starts, dtype=torch.float64), grid])
     found = errors(factors)

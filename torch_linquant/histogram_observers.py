@@ -133,10 +133,11 @@ class MSEObserver(HistogramObserver):
     """Find the range whose codes are nearest to the values: least sum of |x - x_quantized|^norm.
 
     The error of a range is computed exactly for values spread evenly inside each bin, clipped ones included, for
-    integer and float codes alike; the range is searched among shrunk ones, coarse to fine, and stays that of
-    `MinMaxObserver` unless 1 % is won. Sums of squares are ruled by the largest values: with a few outliers of 1000
-    times the rest, the least error keeps them and rounds the rest to zero. `PercentileObserver` and `EntropyObserver`
-    do not.
+    integer and float codes alike. The range is searched coarse to fine, from far shrunk to that of the values, for
+    symmetric and float codes to twice that, and stays that of `MinMaxObserver` unless 1 % is won.
+
+    Sums of squares are ruled by the largest values: with a few outliers of 1000 times the rest, the least error keeps
+    them and rounds the rest to zero. `PercentileObserver` and `EntropyObserver` do not.
 
     Args:
         norm: at least 1. Smaller norms give less weight to clipped outliers.

@@ -238,7 +238,8 @@ class _Search:
                     self._offer_factors([self.top / above])
             self._offer(*self._smooth())
         else:
-            self._offer_factors([2 ** (-i / 8) for i in range(1, 17)])
+            # A wider range moves the values among the binades of the codes, where steps double.
+            self._offer_factors([2 ** (i / 8) for i in range(8, -17, -1) if i])
         if self.symmetric:
             for width in (0.12, 0.015):
                 self._offer_factors([1 + width * i / 8 for i in range(-8, 9) if i])
